@@ -1,0 +1,388 @@
+"""The kernel front end: our own session on /dev/fuse. Converts messages only; what the tree looks like is decided in operations.py.
+
+One trio task waits until the device is readable, drains it, and answers at once, in plain synchronous code, what memory can answer. Only
+what must wait gets a task of its own, which an INTERRUPT cancels. Every handler runs under one guard: an expected error becomes its errno,
+a surprise is logged once, counted and answered EIO, and the mount lives on.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, NamedTuple
+
+import trio
+
+from dmfs.errors import FuseUnavailable, to_errno
+from dmfs.fuse import abi
+from dmfs.fuse.operations import Operations
+from dmfs.types import DirEntry, Entry, MiB
+
+MAX_READ = 1 * MiB  # bytes of one READ; the kernel's own limit with 4 KiB pages
+MAX_PAGES = MAX_READ // 4096
+LEAST_MINOR = 31  # protocol 7.31, Linux 5.4
+MAX_BACKGROUND = 64  # readahead requests the kernel keeps in flight; each that waits holds a buffer of its size here
+DRAIN_LIMIT = 64  # messages answered before other tasks get a turn
+
+_WANTED = (
+    abi.FUSE_ASYNC_READ
+    | abi.FUSE_DO_READDIRPLUS
+    | abi.FUSE_READDIRPLUS_AUTO
+    | abi.FUSE_ASYNC_DIO
+    | abi.FUSE_PARALLEL_DIROPS
+    | abi.FUSE_MAX_PAGES
+    | abi.FUSE_CACHE_SYMLINKS  # right because a changed link is a new node
+)
+
+# Answered ENOSYS, after which the kernel does not ask again for most of them, and does by itself what is right for this file system.
+_UNSUPPORTED = (
+    abi.FUSE_FLUSH,
+    abi.FUSE_FSYNC,
+    abi.FUSE_FSYNCDIR,
+    abi.FUSE_GETXATTR,
+    abi.FUSE_LISTXATTR,
+    abi.FUSE_ACCESS,
+    abi.FUSE_BMAP,
+    abi.FUSE_POLL,
+    abi.FUSE_GETLK,
+    abi.FUSE_SETLK,
+    abi.FUSE_SETLKW,
+    abi.FUSE_STATX,
+    abi.FUSE_SYNCFS,
+)
+
+
+class _Answer(NamedTuple):
+    """The body of a reply, and what to take back if the kernel does not want it any more."""
+
+    body: bytes | memoryview
+    undo: Callable[[], None] | None = None
+
+
+class _Later(NamedTuple):
+    """The answer has to wait: the coroutine function that will give it."""
+
+    start: Callable[[], Coroutine[Any, Any, _Answer]]
+
+
+_Handler = Callable[[int, bytes], "_Answer | _Later | None"]
+_EMPTY = _Answer(b"")
+
+
+class KernelSession:
+    """One connection to the kernel. Owns the descriptor, and closes it when `run` ends."""
+
+    def __init__(self, fd: int, operations: Operations) -> None:
+        self._fd = fd
+        self._operations = operations
+        self._requests: dict[int, trio.CancelScope] = {}  # tasks under way, by the `unique` of their request
+        self._data = memoryview(bytearray(MAX_READ))  # for READs that are answered at once
+        self._is_initialized = trio.Event()
+        self._handlers: dict[int, _Handler] = {
+            abi.FUSE_LOOKUP: self._lookup,
+            abi.FUSE_FORGET: self._forget,
+            abi.FUSE_BATCH_FORGET: self._batch_forget,
+            abi.FUSE_GETATTR: self._getattr,
+            abi.FUSE_READLINK: self._readlink,
+            abi.FUSE_OPEN: self._open,
+            abi.FUSE_READ: self._read,
+            abi.FUSE_LSEEK: self._lseek,
+            abi.FUSE_RELEASE: self._release,
+            abi.FUSE_OPENDIR: self._opendir,
+            abi.FUSE_READDIR: partial(self._readdir, is_plus=False),
+            abi.FUSE_READDIRPLUS: partial(self._readdir, is_plus=True),
+            abi.FUSE_RELEASEDIR: self._releasedir,
+            abi.FUSE_STATFS: self._statfs,
+            abi.FUSE_INIT: self._init,
+            abi.FUSE_INTERRUPT: self._interrupt,
+            abi.FUSE_DESTROY: lambda node, message: _EMPTY,
+            abi.FUSE_IOCTL: partial(_refuse, errno.ENOTTY),
+            **{opcode: partial(_refuse, errno.ENOSYS) for opcode in _UNSUPPORTED},
+            **{opcode: partial(_refuse, errno.EROFS) for opcode in abi.MODIFYING},
+        }
+
+    async def run(self, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until unmounted or cancelled; started once the kernel has agreed on a protocol.
+
+        Raises:
+            FuseUnavailable: the kernel is too old.
+        """
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._announce, task_status)
+                while True:
+                    await trio.lowlevel.wait_readable(self._fd)
+                    if not self._drain(nursery):
+                        break
+                nursery.cancel_scope.cancel()
+        finally:
+            os.close(self._fd)
+
+    async def _announce(self, task_status: "trio.TaskStatus[None]") -> None:
+        await self._is_initialized.wait()
+        task_status.started()
+
+    def _drain(self, nursery: trio.Nursery) -> bool:
+        """Take messages until there are none, or others have waited long enough. False once unmounted."""
+        for _ in range(DRAIN_LIMIT):
+            try:
+                message = os.read(self._fd, abi.FUSE_MIN_READ_BUFFER)
+            except BlockingIOError:
+                return True
+            except OSError as exc:
+                if exc.errno in (errno.ENOENT, errno.EINTR):  # that request is gone
+                    continue
+                if exc.errno in (errno.ENODEV, errno.ECONNABORTED):
+                    return False
+                raise
+            if not message:  # a closed socket, where one stands for the device
+                return False
+            self._dispatch(message, nursery)
+        return True
+
+    def _dispatch(self, message: bytes, nursery: trio.Nursery) -> None:
+        try:
+            _, opcode, unique, node, *_ = abi.IN_HEADER.unpack_from(message)
+        except abi.ProtocolError as exc:
+            self._operations.errors.add("a message from the kernel without a whole header", exc)
+            return
+        handler = self._handlers.get(opcode)
+        if handler is None:
+            self._unknown(opcode, unique)
+            return
+        try:
+            answer = handler(node, message)
+        except FuseUnavailable:
+            self._write(abi.pack_error(unique, errno.EPROTO))
+            raise
+        except Exception as exc:
+            self._fail(opcode, unique, exc)
+            return
+        if isinstance(answer, _Answer):
+            self._reply(unique, answer)
+        elif answer is not None:
+            scope = self._requests[unique] = trio.CancelScope()
+            nursery.start_soon(self._answer_later, opcode, unique, scope, answer)
+
+    async def _answer_later(self, opcode: int, unique: int, scope: trio.CancelScope, later: _Later) -> None:
+        try:
+            with scope:
+                answer = await later.start()
+        except Exception as exc:
+            self._fail(opcode, unique, exc)
+        else:
+            if scope.cancelled_caught:
+                self._write(abi.pack_error(unique, errno.EINTR))
+            else:
+                self._reply(unique, answer)
+        finally:
+            del self._requests[unique]
+
+    # ---- replies
+
+    def _reply(self, unique: int, answer: _Answer) -> None:
+        body = answer.body
+        header = abi.OUT_HEADER.pack(abi.OUT_HEADER.size + len(body), 0, unique)
+        is_taken = self._write(header + body) if isinstance(body, bytes) else self._write(header, body)
+        if not is_taken and answer.undo is not None:
+            answer.undo()
+
+    def _write(self, *parts: bytes | memoryview) -> bool:
+        """Send a reply. False if the kernel does not want it: interrupted, or unmounted."""
+        try:
+            if len(parts) == 1:
+                os.write(self._fd, parts[0])
+            else:
+                os.writev(self._fd, parts)
+        except OSError as exc:
+            if exc.errno not in (errno.ENOENT, errno.ENODEV, errno.ECONNABORTED, errno.EPIPE):
+                self._operations.errors.add(f"the kernel refused a reply: {exc.strerror}", exc)
+            return False
+        return True
+
+    def _fail(self, opcode: int, unique: int, exc: Exception) -> None:
+        """The guard: what the reader is told of an exception."""
+        code = to_errno(exc)
+        if code is None:
+            name = abi.OPCODE_NAMES.get(opcode, str(opcode))
+            self._operations.metrics.surprises += 1
+            self._operations.errors.add(
+                f"fault in {name}: {exc!r}", exc, kind=f"{name} {type(exc).__name__} {_origin(exc)}"
+            )
+            code = errno.EIO
+        if opcode not in abi.WITHOUT_REPLY:
+            self._write(abi.pack_error(unique, code))
+
+    def _unknown(self, opcode: int, unique: int) -> None:
+        if opcode not in abi.WITHOUT_REPLY:
+            self._operations.errors.add(f"the kernel sent an unknown operation, {opcode}")
+            self._write(abi.pack_error(unique, errno.ENOSYS))
+
+    # ---- the connection
+
+    def _init(self, node: int, message: bytes) -> _Answer:
+        offer = abi.unpack_init(message)
+        if offer.major != abi.FUSE_KERNEL_VERSION or offer.minor < LEAST_MINOR:
+            raise FuseUnavailable(
+                f"this kernel speaks FUSE {offer.major}.{offer.minor}; "
+                f"dmfs needs {abi.FUSE_KERNEL_VERSION}.{LEAST_MINOR} or later (Linux 5.4)"
+            )
+        self._is_initialized.set()
+        return _Answer(
+            abi.pack_init_out(
+                minor=min(offer.minor, abi.FUSE_KERNEL_MINOR_VERSION),
+                max_readahead=offer.max_readahead,
+                flags=offer.flags & _WANTED,
+                max_background=MAX_BACKGROUND,
+                congestion_threshold=MAX_BACKGROUND * 3 // 4,
+                max_pages=MAX_PAGES,
+            )
+        )
+
+    def _interrupt(self, node: int, message: bytes) -> None:
+        scope = self._requests.get(abi.INTERRUPT_IN.unpack_from(message, abi.BODY)[0])
+        if scope is not None:  # else it has been answered meanwhile
+            scope.cancel()
+
+    def _statfs(self, node: int, message: bytes) -> _Answer | _Later:
+        st = self._operations.statfs_nowait()
+        return _Later(self._statfs_later) if st is None else _Answer(abi.pack_statfs(st))
+
+    async def _statfs_later(self) -> _Answer:
+        return _Answer(abi.pack_statfs(await self._operations.statfs()))
+
+    # ---- names and attributes
+
+    def _lookup(self, node: int, message: bytes) -> _Answer | _Later:
+        name = abi.unpack_name(message)
+        entry = self._operations.lookup_nowait(node, name)
+        return self._entry(entry) if entry is not None else _Later(partial(self._lookup_later, node, name))
+
+    async def _lookup_later(self, node: int, name: bytes) -> _Answer:
+        return self._entry(await self._operations.lookup(node, name))
+
+    def _entry(self, entry: Entry) -> _Answer:
+        node, attributes, ttl = entry
+        if not node:
+            return _Answer(abi.pack_negative_entry(ttl))
+        return _Answer(abi.pack_entry(node, attributes, ttl, ttl), partial(self._operations.forget, node, 1))
+
+    def _forget(self, node: int, message: bytes) -> None:
+        self._operations.forget(node, abi.FORGET_IN.unpack_from(message, abi.BODY)[0])
+
+    def _batch_forget(self, node: int, message: bytes) -> None:
+        for forgotten, count in abi.unpack_batch_forget(message):
+            self._operations.forget(forgotten, count)
+
+    def _getattr(self, node: int, message: bytes) -> _Answer | _Later:
+        known = self._operations.getattr_nowait(node)
+        return _Later(partial(self._getattr_later, node)) if known is None else _Answer(abi.pack_attr(*known))
+
+    async def _getattr_later(self, node: int) -> _Answer:
+        return _Answer(abi.pack_attr(*await self._operations.getattr(node)))
+
+    def _readlink(self, node: int, message: bytes) -> _Later:
+        return _Later(partial(self._readlink_later, node))
+
+    async def _readlink_later(self, node: int) -> _Answer:
+        return _Answer(await self._operations.readlink(node))
+
+    # ---- files
+
+    def _open(self, node: int, message: bytes) -> _Answer | _Later:
+        handle = self._operations.open_nowait(node)
+        return self._opened(handle) if handle is not None else _Later(partial(self._open_later, node))
+
+    async def _open_later(self, node: int) -> _Answer:
+        return self._opened(await self._operations.open(node))
+
+    def _opened(self, handle: int) -> _Answer:
+        # A node is one version of a file, so the kernel's pages of it are right for as long as it lives.
+        flags = abi.FOPEN_KEEP_CACHE | abi.FOPEN_NOFLUSH
+        return _Answer(abi.OPEN_OUT.pack(handle, flags, 0), partial(self._operations.release, handle))
+
+    def _release(self, node: int, message: bytes) -> _Answer:
+        self._operations.release(abi.RELEASE_IN.unpack_from(message, abi.BODY)[0])
+        return _EMPTY
+
+    def _read(self, node: int, message: bytes) -> _Answer | _Later:
+        handle, offset, size, *_ = abi.READ_IN.unpack_from(message, abi.BODY)
+        count = self._operations.read_nowait(handle, offset, self._data[:size])
+        if count is not None:
+            return _Answer(self._data[:count])
+        return _Later(partial(self._read_later, handle, offset, min(size, MAX_READ)))
+
+    async def _read_later(self, handle: int, offset: int, size: int) -> _Answer:
+        view = memoryview(bytearray(size))
+        return _Answer(view[: await self._operations.read(handle, offset, view)])
+
+    def _lseek(self, node: int, message: bytes) -> _Later:
+        handle, offset, whence, _ = abi.LSEEK_IN.unpack_from(message, abi.BODY)
+        return _Later(partial(self._lseek_later, handle, offset, whence))
+
+    async def _lseek_later(self, handle: int, offset: int, whence: int) -> _Answer:
+        return _Answer(abi.LSEEK_OUT.pack(await self._operations.lseek(handle, offset, whence)))
+
+    # ---- directories
+
+    def _opendir(self, node: int, message: bytes) -> _Answer:
+        handle = self._operations.opendir(node)
+        return _Answer(abi.OPEN_OUT.pack(handle, 0, 0), partial(self._operations.releasedir, handle))
+
+    def _releasedir(self, node: int, message: bytes) -> _Answer:
+        self._operations.releasedir(abi.RELEASE_IN.unpack_from(message, abi.BODY)[0])
+        return _EMPTY
+
+    def _readdir(self, node: int, message: bytes, *, is_plus: bool) -> _Answer | _Later:
+        handle, index, size, *_ = abi.READ_IN.unpack_from(message, abi.BODY)
+        size = min(size, MAX_READ)
+        if is_plus and index:
+            self._operations.advise_attributes(handle, index)
+        count = size // abi.dirent_size(b".") + 1  # more never fit
+        entries = self._operations.readdir_nowait(handle, index, count)
+        if entries is None:
+            return _Later(partial(self._readdir_later, handle, index, size, count, is_plus))
+        return self._pack_entries(handle, entries, index, size, is_plus)
+
+    async def _readdir_later(self, handle: int, index: int, size: int, count: int, is_plus: bool) -> _Answer:
+        entries = await self._operations.readdir(handle, index, count)
+        return self._pack_entries(handle, entries, index, size, is_plus)
+
+    def _pack_entries(self, handle: int, entries: list[DirEntry], index: int, size: int, is_plus: bool) -> _Answer:
+        overhead = abi.ENTRY_OUT.size if is_plus else 0
+        packed: list[bytes] = []
+        told: list[int] = []  # nodes that the kernel will count a look-up for
+        for name, ino, kind in entries:
+            size -= overhead + abi.dirent_size(name)
+            if size < 0:
+                break
+            index += 1
+            record = abi.pack_dirent(ino, index, kind, name)
+            if is_plus:
+                record = self._plus(handle, name, told) + record
+            packed.append(record)
+        return _Answer(b"".join(packed), partial(self._untell, told) if told else None)
+
+    def _plus(self, handle: int, name: bytes, told: list[int]) -> bytes:
+        """The attributes of a name, if they are known: a listing costs the source no stat."""
+        entry = self._operations.known_entry(handle, name)
+        if entry is None or not entry.node:
+            return abi.NULL_ENTRY
+        told.append(entry.node)
+        return abi.pack_entry(entry.node, entry.attributes, entry.ttl, entry.ttl)
+
+    def _untell(self, nodes: list[int]) -> None:
+        for node in nodes:
+            self._operations.forget(node, 1)
+
+
+def _refuse(code: int, node: int, message: bytes) -> _Answer:
+    raise OSError(code, os.strerror(code))
+
+
+def _origin(exc: Exception) -> str:
+    """Where an exception was raised, which tells one surprise from another."""
+    trace = exc.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else ""

@@ -1,0 +1,454 @@
+"""What the file system answers: names, attributes, listings, opens and reads, neutral to the front end that asks.
+
+Nothing here knows FUSE messages, and nothing requires open and release to be paired: a handle only adds pins. A `*_nowait` method answers
+from memory, or returns None when it would have to wait; its coroutine then does the whole thing. All of it runs in the event loop's
+thread, so what stands between two awaits is atomic.
+"""
+
+import errno
+import itertools
+import os
+import stat
+from typing import NamedTuple
+
+import trio
+
+from dmfs.errors import StaleFile
+from dmfs.fuse.inodes import Directory, InodeTable, Listing, Node
+from dmfs.fuse.ttl import AWAY_TTL, FOREVER, MetadataTtl, is_away
+from dmfs.log import ErrorLog
+from dmfs.metrics import Metrics
+from dmfs.tiers.manager import Manager
+from dmfs.types import (
+    Attributes,
+    Clock,
+    DataFile,
+    DirEntry,
+    Entry,
+    FileVersion,
+    VersionFrom,
+    file_key,
+    unpack_attributes,
+)
+
+STATVFS_TTL = 1.0  # seconds
+STATVFS_WAIT = 2.0  # seconds df waits for a source that is slow, before it gets the last numbers known
+ADVISE_AHEAD = 256  # names whose attributes are fetched in advance while a listing with attributes goes on
+ADVISE_BATCH = 16  # of these in one thread call
+
+MAX_NEGATIVES = 4096  # missing names remembered per directory; then all are forgotten, which costs a stat each
+
+_DOT_ENTRIES = 2  # "." and "..", which come before the names of a listing
+
+
+class _FileHandle(NamedTuple):
+    file: DataFile
+
+
+class _DirectoryHandle:
+    __slots__ = ("directory", "listing", "stated")
+
+    def __init__(self, directory: Directory) -> None:
+        self.directory = directory
+        self.listing: Listing | None = None
+        self.stated = 0  # names up to this index have had their attributes asked for in advance
+
+
+class Operations:
+    """The operations of a read-only file system over a source and its tiers.
+
+    Every method raises OSError or StaleFile for what the reader is to be told; see errors.to_errno. Node ids and handles are integers.
+
+    Attributes:
+        metrics, errors: where a front end counts and logs what it meets.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        root_attributes: Attributes,
+        *,
+        nursery: trio.Nursery,
+        metrics: Metrics,
+        errors: ErrorLog,
+        clock: Clock,
+        ttl: MetadataTtl,
+        dataset_id: bytes,
+        version_from: VersionFrom,
+    ) -> None:
+        self.metrics = metrics
+        self.errors = errors
+        self._manager = manager
+        self._source = manager.source
+        self._nursery = nursery
+        self._clock = clock
+        self._ttl = ttl
+        self._dataset_id = dataset_id
+        self._version_from = version_from
+        self._inodes = InodeTable(root_attributes, version_from=version_from)
+        self._refresh(self._inodes.root, root_attributes)
+        self._handle_ids = itertools.count(1)
+        self._files: dict[int, _FileHandle] = {}
+        self._directories: dict[int, _DirectoryHandle] = {}
+        self._looking_up: dict[tuple[int, bytes], trio.Event] = {}
+        self._statvfs: tuple[os.statvfs_result, float] | None = None
+        manager.on_changed = self._changed_at_source
+
+    def statistics(self) -> dict[str, int]:
+        """How much is known and open: `{inodes, files_open, directories_open}`."""
+        return {"inodes": len(self._inodes), "files_open": len(self._files), "directories_open": len(self._directories)}
+
+    # ---- names and attributes
+
+    def lookup_nowait(self, parent: int, name: bytes) -> Entry | None:
+        """The entry of a name, if it is known and fresh. Counts one reference on the node, unless the entry is negative."""
+        directory = self._directory(parent)
+        now = self._clock.monotonic()
+        node = directory.children.get(name)
+        if node is not None:
+            if node.expires > now and not node.is_superseded:
+                self._inodes.refer(node)
+                return Entry(node.id, node.attributes, node.expires - now)
+            return None
+        until = directory.negatives.get(name)
+        if until is not None and until > now:
+            return Entry(0, b"", until - now)
+        return None
+
+    async def lookup(self, parent: int, name: bytes) -> Entry:
+        """The entry of a name. Simultaneous look-ups of one name ask the source once."""
+        directory = self._directory(parent)
+        key = (parent, name)
+        while True:
+            entry = self.lookup_nowait(parent, name)
+            if entry is not None:
+                return entry
+            running = self._looking_up.get(key)
+            if running is None:
+                break
+            await running.wait()
+            # The answer may be one that is not to be kept (a TTL of 0): then this is asked anew, as it would be natively.
+        done = self._looking_up[key] = trio.Event()
+        try:
+            return await self._ask_source(directory, name)
+        finally:
+            del self._looking_up[key]
+            done.set()
+
+    async def _ask_source(self, directory: Directory, name: bytes) -> Entry:
+        try:
+            attributes = await self._source.lstat(_join(directory.path(), name))
+        except OSError as exc:
+            if exc.errno == errno.ENOENT:
+                return self._not_there(directory, name)
+            if exc.errno == errno.ENOTDIR:
+                # What was a directory is none any more: let the kernel walk the path again.
+                directory.expires = 0.0
+                raise StaleFile(f"{os.fsdecode(directory.path())} is no directory any more") from exc
+            node = directory.children.get(name)
+            if node is None or not is_away(exc):
+                raise
+            self._extend(node)
+        else:
+            node = self._inodes.update(directory, name, attributes)
+            self._refresh(node, attributes)
+        self._inodes.refer(node)
+        return Entry(node.id, node.attributes, max(0.0, node.expires - self._clock.monotonic()))
+
+    def _not_there(self, directory: Directory, name: bytes) -> Entry:
+        self._inodes.remove(directory, name)
+        ttl = self._ttl.of_missing(directory.attributes)
+        if ttl:
+            if len(directory.negatives) >= MAX_NEGATIVES:
+                directory.negatives.clear()
+            directory.negatives[name] = self._clock.monotonic() + ttl
+        return Entry(0, b"", ttl)
+
+    def _refresh(self, node: Node, attributes: Attributes) -> None:
+        """The source gave these attributes just now. A directory that has changed is listed anew by the next open."""
+        if isinstance(node, Directory) and node.listing is not None and _has_changed(node.attributes, attributes):
+            node.listing = None
+        node.attributes = attributes
+        node.expires = self._clock.monotonic() + self._ttl.of(attributes)
+
+    def _extend(self, node: Node) -> None:
+        """The source is away: what is known goes on being served, for a moment at a time."""
+        node.expires = self._clock.monotonic() + AWAY_TTL
+        self.metrics.stale_served += 1
+
+    def forget(self, node: int, count: int) -> None:
+        """The kernel takes back `count` references."""
+        self._inodes.forget(node, count)
+
+    def getattr_nowait(self, node: int) -> tuple[Attributes, float] | None:
+        """Attributes and for how many seconds they hold, if they are fresh."""
+        inode = self._inodes.get(node)
+        if inode.is_superseded:
+            return inode.attributes, FOREVER
+        left = inode.expires - self._clock.monotonic()
+        return (inode.attributes, left) if left > 0 else None
+
+    async def getattr(self, node: int) -> tuple[Attributes, float]:
+        """Attributes and for how many seconds they hold.
+
+        A node whose name leads to another version by now keeps the attributes of its own.
+        """
+        answer = self.getattr_nowait(node)
+        if answer is not None:
+            return answer
+        inode = self._inodes.get(node)
+        try:
+            attributes = await self._source.lstat(inode.path())
+        except OSError as exc:
+            if exc.errno in (errno.ENOENT, errno.ENOTDIR):
+                if inode.parent is None:
+                    raise
+                self._supersede(inode)
+            elif is_away(exc):
+                self._extend(inode)
+            else:
+                raise
+        else:
+            if self._inodes.is_same(unpack_attributes(inode.attributes), unpack_attributes(attributes)):
+                self._refresh(inode, attributes)
+            elif inode.parent is None:
+                raise StaleFile("the source directory was replaced")
+            else:
+                self._supersede(inode)
+        return inode.attributes, max(0.0, inode.expires - self._clock.monotonic())
+
+    def _supersede(self, inode: Node) -> None:
+        if inode.parent is not None and inode.parent.children.get(inode.name) is inode:
+            self._inodes.remove(inode.parent, inode.name)
+        inode.is_superseded = True
+
+    def _changed_at_source(self, file: DataFile) -> None:
+        """A read found another version than the one that was looked up: the next look-up asks the source."""
+        node = self._inodes.find(file.path)
+        if node is not None:
+            node.expires = 0.0
+
+    async def readlink(self, node: int) -> bytes:
+        """The target of a symbolic link, as stored."""
+        return await self._source.readlink(self._inodes.get(node).path())
+
+    # ---- files
+
+    def open_nowait(self, node: int) -> int | None:
+        """Open a file of which a copy is here: a handle."""
+        file = self._file(node)
+        return self._add_handle(file) if self._manager.open_nowait(file) else None
+
+    async def open(self, node: int) -> int:
+        """Open a file: a handle. A small file is fetched before this returns."""
+        file = self._file(node)
+        try:
+            await self._manager.open(file)
+        except StaleFile:
+            self._changed_at_source(file)
+            raise
+        return self._add_handle(file)
+
+    def _add_handle(self, file: DataFile) -> int:
+        handle = next(self._handle_ids)
+        self._files[handle] = _FileHandle(file)
+        return handle
+
+    def _file(self, node: int) -> DataFile:
+        inode = self._inodes.get(node)
+        st = unpack_attributes(inode.attributes)
+        if not st.is_regular:
+            raise OSError(errno.EISDIR if st.is_directory else errno.EINVAL, "not a regular file")
+        path = inode.path()
+        version = FileVersion(st.size, st.mtime_ns, st.ctime_ns)
+        shared_ino = st.ino if st.nlink > 1 else 0
+        key = file_key(self._dataset_id, path, version, shared_ino=shared_ino, version_from=self._version_from)
+        return DataFile(path, version, key)
+
+    def release(self, handle: int) -> None:
+        """The last user of a handle closed it."""
+        self._manager.close(self._files.pop(handle).file)
+
+    def read_nowait(self, handle: int, offset: int, view: memoryview) -> int | None:
+        """Read into `view`: the number of bytes, less than its length only at the end of the file."""
+        file = self._files[handle].file
+        size = file.version.size - offset
+        if size < len(view):
+            if size <= 0:
+                return 0
+            view = view[:size]
+        return len(view) if self._manager.read_nowait(file, view, offset) else None
+
+    async def read(self, handle: int, offset: int, view: memoryview) -> int:
+        """As `read_nowait`. A cancelled read may still write into `view`."""
+        file = self._files[handle].file
+        view = view[: max(0, file.version.size - offset)]
+        if len(view):
+            await self._manager.read(file, view, offset)
+        return len(view)
+
+    async def lseek(self, handle: int, offset: int, whence: int) -> int:
+        """SEEK_DATA or SEEK_HOLE."""
+        return await self._manager.seek(self._files[handle].file, offset, whence)
+
+    # ---- directories
+
+    def opendir(self, node: int) -> int:
+        """Open a directory: a handle. Its listing is taken by the first read."""
+        handle = next(self._handle_ids)
+        self._directories[handle] = _DirectoryHandle(self._directory(node))
+        return handle
+
+    def releasedir(self, handle: int) -> None:
+        """The last user of a directory handle closed it."""
+        del self._directories[handle]
+
+    def readdir_nowait(self, handle: int, index: int, count: int) -> list[DirEntry] | None:
+        """At most `count` entries from `index` on, "." and ".." first; none at the end. Index 0 begins anew, with a fresh listing."""
+        opened = self._directories[handle]
+        if index == 0:
+            listing = opened.directory.listing
+            if listing is None or listing.error or listing.expires <= self._clock.monotonic():
+                return None
+            opened.listing = listing
+        return self._entries(opened, index, count)
+
+    def _entries(self, opened: _DirectoryHandle, index: int, count: int) -> list[DirEntry] | None:
+        listing = opened.listing
+        if listing is None:
+            return None
+        start = max(0, index - _DOT_ENTRIES)
+        entries = listing.entries(start, start + count)
+        if not entries and not listing.is_complete:
+            return None
+        if index < _DOT_ENTRIES:
+            entries = self._dot_entries(opened.directory)[index:] + entries
+        return entries
+
+    @staticmethod
+    def _dot_entries(directory: Directory) -> list[DirEntry]:
+        own = unpack_attributes(directory.attributes).ino
+        parent = unpack_attributes(directory.parent.attributes).ino if directory.parent else own
+        return [DirEntry(b".", own, stat.S_IFDIR >> 12), DirEntry(b"..", parent, stat.S_IFDIR >> 12)]
+
+    async def readdir(self, handle: int, index: int, count: int) -> list[DirEntry]:
+        """As `readdir_nowait`. Returns as soon as there are entries, while the source may still be read."""
+        opened = self._directories[handle]
+        if index == 0 or opened.listing is None:
+            opened.listing = self._listing(opened.directory)
+        while True:
+            entries = self._entries(opened, index, count)
+            if entries is not None and (len(entries) > _DOT_ENTRIES or index or opened.listing.is_complete):
+                return entries
+            if opened.listing.error is not None:
+                raise opened.listing.error
+            await opened.listing.grown.wait()
+
+    def _listing(self, directory: Directory) -> Listing:
+        """The listing of a directory: the fresh one, the one that is being read, or a new one."""
+        listing = directory.listing
+        now = self._clock.monotonic()
+        if listing is not None and listing.error is None and (listing.expires > now or not listing.is_over):
+            return listing
+        new = Listing()
+        directory.listing = new
+        self._nursery.start_soon(self._read_listing, directory, new, listing)
+        return new
+
+    async def _read_listing(self, directory: Directory, listing: Listing, known: Listing | None) -> None:
+        """Read a directory of the source into `listing`; `known` is an expired one, for when the source is away."""
+
+        def on_start(attributes: Attributes) -> None:
+            if self._inodes.is_same(unpack_attributes(directory.attributes), unpack_attributes(attributes)):
+                self._refresh(directory, attributes)
+            # With a TTL of 0 the listing is for those who asked while it was read, and for nobody later.
+            listing.expires = self._clock.monotonic() + self._ttl.of(attributes)
+            directory.listing = listing
+
+        error: OSError | None = None
+        try:
+            await self._source.list_directory(directory.path(), on_start, listing.extend)
+        except OSError as exc:
+            error = exc
+            if known is not None and known.is_complete and is_away(exc) and not len(listing):
+                listing.extend(known.entries(0, len(known)))
+                listing.expires = self._clock.monotonic() + AWAY_TTL
+                self.metrics.stale_served += 1
+                error = None
+        listing.finish(error)
+        if error is not None and directory.listing is listing:
+            directory.listing = None
+
+    def known_entry(self, handle: int, name: bytes) -> Entry | None:
+        """The entry of a name just listed, if its attributes are known and fresh; counts a reference then."""
+        directory = self._directories[handle].directory
+        if name not in directory.children:
+            return None
+        return self.lookup_nowait(directory.id, name)
+
+    def advise_attributes(self, handle: int, index: int) -> None:
+        """A listing with attributes goes on at `index`: fetch those of the coming names in advance."""
+        opened = self._directories[handle]
+        if opened.listing is None:
+            return
+        index = max(0, index - _DOT_ENTRIES)
+        if opened.stated > index + ADVISE_AHEAD // 2:
+            return
+        start = max(index, opened.stated)
+        opened.stated = index + ADVISE_AHEAD
+        names = [n for n in opened.listing.names(start, opened.stated) if n not in opened.directory.children]
+        for i in range(0, len(names), ADVISE_BATCH):
+            self._nursery.start_soon(self._fetch_attributes, opened.directory, names[i : i + ADVISE_BATCH])
+
+    async def _fetch_attributes(self, directory: Directory, names: list[bytes]) -> None:
+        names = [name for name in names if (directory.id, name) not in self._looking_up]
+        if not names:
+            return
+        done = trio.Event()
+        for name in names:
+            self._looking_up[directory.id, name] = done
+        path = directory.path()
+        try:
+            results = await self._source.lstat_many([_join(path, name) for name in names])
+        finally:
+            for name in names:
+                del self._looking_up[directory.id, name]
+            done.set()
+        for name, attributes in zip(names, results, strict=True):
+            if not isinstance(attributes, OSError):
+                self._refresh(self._inodes.update(directory, name, attributes), attributes)
+
+    # ---- the whole
+
+    def statfs_nowait(self) -> os.statvfs_result | None:
+        """The numbers of the source's file system, if they were asked for just now."""
+        if self._statvfs is not None and self._statvfs[1] > self._clock.monotonic():
+            return self._statvfs[0]
+        return None
+
+    async def statfs(self) -> os.statvfs_result:
+        """The numbers of the source's file system; the last ones known if the source does not answer in time."""
+        try:
+            with trio.fail_after(STATVFS_WAIT):
+                result = await self._source.statvfs()
+        except (OSError, trio.TooSlowError) as exc:
+            if self._statvfs is None:
+                raise OSError(exc.errno if isinstance(exc, OSError) else errno.ETIMEDOUT, "no answer") from exc
+            result = self._statvfs[0]
+        self._statvfs = (result, self._clock.monotonic() + STATVFS_TTL)
+        return result
+
+    def _directory(self, node: int) -> Directory:
+        inode = self._inodes.get(node)
+        if not isinstance(inode, Directory):
+            raise NotADirectoryError(errno.ENOTDIR, "not a directory")
+        return inode
+
+
+def _join(directory: bytes, name: bytes) -> bytes:
+    return directory + b"/" + name if directory else name
+
+
+def _has_changed(old: Attributes, new: Attributes) -> bool:
+    before, after = unpack_attributes(old), unpack_attributes(new)
+    return before.mtime_ns != after.mtime_ns or before.ctime_ns != after.ctime_ns

@@ -1,0 +1,61 @@
+"""Counters of one daemon, plain integers since its start. Only the event loop's thread writes them; anybody may read.
+
+`served` counts what readers got and from where, `source` what dmfs itself did at the source, `fills` the copying. Bytes are plain
+integers. The names are those of `dmfs status --json` (docs/configuration.md).
+"""
+
+from dataclasses import asdict, dataclass, field
+
+
+class _Counters:
+    __slots__ = ()
+
+    def as_dict(self) -> dict[str, int]:
+        """The counters by name."""
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+
+@dataclass(slots=True)
+class Served(_Counters):
+    """Answers given to readers from one place: files opened, READ messages answered, bytes in those answers."""
+
+    opens: int = 0
+    reads: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
+class SourceCalls(_Counters):
+    """Calls made at the source. `stats` are look-ups by path; an fstat of an open file is none, and is not counted."""
+
+    opens: int = 0
+    reads: int = 0
+    bytes: int = 0
+    stats: int = 0
+    listings: int = 0
+
+
+@dataclass(slots=True)
+class FillCounts(_Counters):
+    """Whole-file copies: ended well, ended in a fault or dropped unfinished, and the bytes written to tiers."""
+
+    done: int = 0
+    failed: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
+class Metrics:
+    """All counters.
+
+    `surprises` counts exceptions nobody expected, each answered EIO; `stale_served` the answers given from expired metadata because the
+    source could not be asked.
+    """
+
+    local: Served = field(default_factory=Served)
+    peer: Served = field(default_factory=Served)
+    source_served: Served = field(default_factory=Served)
+    source: SourceCalls = field(default_factory=SourceCalls)
+    fills: FillCounts = field(default_factory=FillCounts)
+    stale_served: int = 0
+    surprises: int = 0

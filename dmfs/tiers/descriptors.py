@@ -1,0 +1,54 @@
+"""Open file descriptors that are shared: reference-counted, kept in a bounded LRU.
+
+A thread may still read from a descriptor while the event loop drops it from the LRU. If the number were closed then, the kernel could
+give it to another file and the thread would read wrong bytes. So a descriptor is an object, closed with its last reference, and
+whoever reads in a thread holds a reference.
+"""
+
+import os
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Descriptor:
+    """An open file descriptor, closed when the last reference to this object goes."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class LRU(Generic[K, V]):
+    """The values used last, at most `limit` of them. Dropping one here does not close what somebody else still holds."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: K) -> V | None:
+        """The value of `key`, which is the most recently used one now; None if there is none."""
+        value = self._values.get(key)
+        if value is not None:
+            self._values.move_to_end(key)
+        return value
+
+    def add(self, key: K, value: V) -> None:
+        """Keep `value`; the one used longest ago goes if there are too many."""
+        self._values[key] = value
+        self._values.move_to_end(key)
+        if len(self._values) > self._limit:
+            self._values.popitem(last=False)
+
+    def drop(self, key: K) -> None:
+        """Let the value of `key` go, if there is one."""
+        self._values.pop(key, None)

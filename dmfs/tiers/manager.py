@@ -1,0 +1,391 @@
+"""Where the bytes of a file come from: a copy on a tier, a running fill, or the source. The policy of a node.
+
+A hit costs one dictionary look-up and one system call, in the event loop (`read_nowait`). Everything else waits in `read`. Callers need not
+open or close: that only adds pins, starts small files early and ends what nobody wants any more.
+
+A fault of a tier never reaches a reader: the next tier or the source serves it. The source's own errors do reach it.
+"""
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import trio
+
+from dmfs.errors import CopyDamaged, DmfsError, StaleFile, TierUnavailable
+from dmfs.log import ErrorLog
+from dmfs.metrics import Metrics, Served
+from dmfs.tiers.descriptors import LRU, Descriptor
+from dmfs.tiers.fill import Fill, Finished, Outcome
+from dmfs.tiers.queue import FillQueue
+from dmfs.tiers.recheck import Recheck
+from dmfs.tiers.source import Source
+from dmfs.tiers.store import Store
+from dmfs.tiers.threads import CallThreads
+from dmfs.types import PIECE_SIZE, Clock, DataFile, FileKey
+
+MAX_DESCRIPTORS = 1024  # copies kept open
+DRAIN_LIMIT = 15.0  # seconds an unmount waits for late publications; a source that hangs longer loses these copies, no more
+
+
+class _OpenCopy(NamedTuple):
+    store: Store
+    descriptor: Descriptor
+
+
+class Manager:
+    """The order of tiers, and the fills between them.
+
+    Attributes:
+        on_changed: called with a file when it turned out that the source has another version now.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        stores: list[Store],
+        *,
+        metrics: Metrics,
+        errors: ErrorLog,
+        clock: Clock,
+        is_immutable: bool,
+        open_wait: int,
+        open_wait_seconds: float,
+        pieces_in_flight: int,
+        fills: int,
+        threads: int,
+    ) -> None:
+        self.source = source
+        self.stores = stores
+        self.on_changed: Callable[[DataFile], None] = lambda file: None
+        self._metrics = metrics
+        self._errors = errors
+        self._open_wait = open_wait
+        self._open_wait_seconds = open_wait_seconds
+        # Reads from a tier have threads of their own: they must not queue behind a source that hangs.
+        self._tier_threads = CallThreads(threads, clock)
+        self._copies: LRU[FileKey, _OpenCopy] = LRU(MAX_DESCRIPTORS)
+        self._fills: dict[FileKey, Fill] = {}
+        self._users: dict[FileKey, int] = {}
+        self._recheck = Recheck(source, clock=clock, is_immutable=is_immutable, on_changed=self._copy_discarded)
+        self._queue = FillQueue(self._fetch, self._is_open, pieces=pieces_in_flight, fills=fills)
+
+    async def run(self, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:
+        """Scan the tiers and run fills until cancelled. Call `drain` before that, or young copies are lost."""
+        async with trio.open_nursery() as nursery:
+            self._queue.start(nursery)
+            for store in self.stores:
+                nursery.start_soon(store.scan)
+            nursery.start_soon(self._recheck.run)
+            task_status.started()
+            await trio.sleep_forever()
+
+    async def drain(self) -> None:
+        """Wait until the copies of young files are published, at most `DRAIN_LIMIT` seconds."""
+        self._recheck.drain()
+        with trio.move_on_after(DRAIN_LIMIT):
+            await self._recheck.finished.wait()
+
+    def shut_down(self) -> None:
+        """Drop what is still under way, after `run` was cancelled. Blocks briefly."""
+        for fill in list(self._fills.values()):
+            self._drop(fill)
+        for store in self.stores:
+            store.clear()
+
+    def statistics(self) -> dict[str, object]:
+        """`fills` of `dmfs status`."""
+        counts = self._metrics.fills
+        queued = self._queue.queued
+        return {
+            "active": max(0, len(self._fills) - queued),
+            "queued": queued,
+            "done": counts.done,
+            "failed": counts.failed,
+            "bytes": counts.bytes,
+        }
+
+    # ---- open and close
+
+    def open_nowait(self, file: DataFile) -> bool:
+        """Open a file that needs no wait: True if a copy is here. False: nothing was done, call `open`."""
+        if file.version.size and not any(store.get(file.key) for store in self.stores):
+            return False
+        self._pin(file.key)
+        self._metrics.local.opens += 1
+        return True
+
+    async def open(self, file: DataFile) -> None:
+        """Open a file; `close` must follow if this returns.
+
+        A small file is fetched before this returns, so that its first read is a hit; of a larger one only the version is checked.
+
+        Raises:
+            StaleFile: the source has another version now.
+            OSError: the source's own, if it refused to open the file. An error in reading is left to the read.
+        """
+        for store in self.stores:
+            await store.scanned.wait()
+        if self.open_nowait(file):
+            return
+        self._pin(file.key)
+        try:
+            fill = self._fills.get(file.key)
+            if file.version.size <= self._open_wait:
+                fill = fill or self._start_fill(file)
+            if fill is not None and file.version.size <= self._open_wait:
+                with trio.move_on_after(self._open_wait_seconds):
+                    await self._wait_whole(fill)
+            else:
+                await self.source.open(file)
+        except BaseException:
+            self.close(file)
+            raise
+        self._metrics.source_served.opens += 1
+
+    def close(self, file: DataFile) -> None:
+        """Take back one open."""
+        key = file.key
+        for store in self.stores:
+            store.unpin(key)
+        self._users[key] -= 1
+        if self._users[key]:
+            return
+        del self._users[key]
+        fill = self._fills.get(key)
+        if fill is None:
+            self.source.close(key)
+        elif not fill.is_wanted_whole or not fill.has_started:
+            self._drop(fill)
+
+    def _pin(self, key: FileKey) -> None:
+        self._users[key] = self._users.get(key, 0) + 1
+        for store in self.stores:
+            store.pin(key)
+
+    def _is_open(self, fill: Fill) -> bool:
+        return fill.file.key in self._users
+
+    # ---- reading
+
+    def read_nowait(self, file: DataFile, view: memoryview, offset: int) -> bool:
+        """Fill `view` from what is here. False if that would wait or cannot be: call `read`. The range lies within the file."""
+        opened = self._copies.get(file.key) or self._open_copy_nowait(file.key)
+        if opened is not None:
+            if opened.store.read_nowait(opened.descriptor, view, offset):
+                self._count(self._metrics.local, view)
+                return True
+            return False
+        fill = self._fills.get(file.key)
+        if fill is not None and fill.read_nowait(view, offset):
+            self._count(self._metrics.source_served, view)
+            return True
+        return False
+
+    async def read(self, file: DataFile, view: memoryview, offset: int) -> None:
+        """Fill `view`. The range lies within the file.
+
+        A cancelled reader leaves at once; a thread may still write into `view`, so it must not be used for anything else then.
+
+        Raises:
+            StaleFile: these bytes are of a version that is not to be had any more.
+            OSError: the source's own.
+        """
+        for store in self.stores:
+            await store.scanned.wait()
+        for _ in range(len(self.stores) + 1):
+            if await self._read_copy(file, view, offset):
+                self._count(self._metrics.local, view)
+                return
+            try:
+                if await self._read_fill(file, view, offset):
+                    self._count(self._metrics.source_served, view)
+                    return
+            except TierUnavailable:
+                continue  # the fill is over, and its tier out of service: the next one, or none
+            break
+        await self._read_source(file, view, offset)
+        self._count(self._metrics.source_served, view)
+
+    async def seek(self, file: DataFile, offset: int, whence: int) -> int:
+        """lseek(2) with SEEK_DATA or SEEK_HOLE: from a copy (whose holes are whole pieces) or the source. Raises as `read`."""
+        opened = self._copies.get(file.key) or self._open_copy_nowait(file.key)
+        if opened is None:
+            return await self.source.seek(file, offset, whence)
+        return await self._tier_threads.run(file.path, os.lseek, opened.descriptor.fd, offset, whence)
+
+    @staticmethod
+    def _count(served: Served, view: memoryview) -> None:
+        served.reads += 1
+        served.bytes += len(view)
+
+    def _open_copy_nowait(self, key: FileKey) -> _OpenCopy | None:
+        for store in self.stores:
+            if store.get(key) is not None:
+                descriptor = store.open_copy_nowait(key)
+                if descriptor is not None:
+                    opened = _OpenCopy(store, descriptor)
+                    self._copies.add(key, opened)
+                    return opened
+        return None
+
+    async def _read_copy(self, file: DataFile, view: memoryview, offset: int) -> bool:
+        """Read from a copy in a thread. False if there is none, or its tier failed: it is not asked for this copy again."""
+        for store in self.stores:
+            copy = store.get(file.key)
+            if copy is None:
+                continue
+            opened = self._copies.get(file.key)
+
+            def read_in_thread(
+                store: Store = store, copy: object = copy, descriptor: Descriptor | None = opened and opened.descriptor
+            ) -> Descriptor:
+                descriptor = descriptor or store.open_copy(file.key, copy)  # type: ignore[arg-type]
+                store.read(descriptor, view, offset)
+                return descriptor
+
+            try:
+                descriptor = await self._tier_threads.run(file.path, read_in_thread)
+            except TierUnavailable as exc:
+                self._copies.drop(file.key)
+                self._tier_failed(store, exc)
+                if store.get(file.key) is copy:
+                    store.discard(file.key)
+                continue
+            if store.get(file.key) is copy:
+                self._copies.add(file.key, _OpenCopy(store, descriptor))
+            return True
+        return False
+
+    async def _read_fill(self, file: DataFile, view: memoryview, offset: int) -> bool:
+        """Read by way of a fill, the running one or a new one. False if there is no room for one."""
+        fill = self._fills.get(file.key) or self._start_fill(file)
+        if fill is None:
+            return False
+        first, last = offset // PIECE_SIZE, (offset + len(view) - 1) // PIECE_SIZE
+        # A read within the first piece may be no more than a look at the header: that piece is all it costs.
+        if last > 0 and fill.outcome is Outcome.RUNNING:
+            self._queue.add(fill)
+        for piece in range(first, last + 1):
+            wait = fill.wait_for(piece)
+            if wait is not None:
+                self._queue.ask(fill, piece)
+                await wait.event.wait()
+                if wait.error is not None:
+                    raise wait.error
+        if not fill.read_nowait(view, offset):
+            await self._tier_threads.run(file.path, fill.read_here, view, offset)
+        return True
+
+    async def _read_source(self, file: DataFile, view: memoryview, offset: int) -> None:
+        """No tier can take this file: read the range from the source."""
+        await self.source.open(file)
+        descriptor = self.source.kept(file.key)
+        assert descriptor is not None
+        try:
+            calls = await self.source.data.run(file.path, self.source.read_into, descriptor, file, offset, view)
+        except StaleFile:
+            self.source.close(file.key)
+            self.on_changed(file)
+            raise
+        self.source.count_reads(calls, len(view))
+
+    # ---- fills
+
+    def _start_fill(self, file: DataFile) -> Fill | None:
+        """A fill into the first tier that has room; None if there is none."""
+        for store in self.stores:
+            reservation = store.reserve(file.version.size)
+            if reservation is not None:
+                fill = Fill(
+                    file,
+                    store,
+                    reservation,
+                    self.source,
+                    can_publish_at_once=lambda file: not self._recheck.is_needed(file),
+                )
+                self._fills[file.key] = fill
+                return fill
+        return None
+
+    async def _wait_whole(self, fill: Fill) -> None:
+        """Wait until every piece is here. Errors in reading are left to the reader; only a failed opening is raised."""
+        self._queue.add(fill)
+        for piece in range(fill.piece_count):
+            wait = fill.wait_for(piece)
+            if wait is None:
+                continue
+            self._queue.ask(fill, piece)
+            await wait.event.wait()
+            if isinstance(wait.error, StaleFile):
+                raise wait.error
+            if fill.open_error is not None:
+                raise fill.open_error
+            if wait.error is not None:
+                return
+
+    async def _fetch(self, fill: Fill, piece: int) -> None:
+        """Fetch one piece, for the queue: whatever happens to it is dealt with here."""
+        try:
+            finished = await fill.fetch(piece)
+        except StaleFile:
+            self._forget(fill)
+            self.on_changed(fill.file)
+        except TierUnavailable as exc:
+            self._forget(fill)
+            self._tier_failed(fill.store, exc)
+        except OSError as exc:
+            self._queue.remove(fill)
+            self._metrics.fills.failed += 1
+            path = os.fsdecode(fill.file.path)
+            self._errors.add(f"source: {path}: {exc.strerror}", kind=f"source read {exc.errno}")
+            if not self._is_open(fill) and not fill.has_waiters:
+                self._drop(fill)
+        else:
+            self._metrics.fills.bytes += fill.piece_length(piece)
+            if finished is not None:
+                self._complete(fill, finished)
+
+    def _complete(self, fill: Fill, finished: Finished) -> None:
+        file, store = fill.file, fill.store
+        copy, descriptor = fill.hand_over(finished)
+        store.add(file.key, copy)
+        self._copies.add(file.key, _OpenCopy(store, descriptor))
+        self._metrics.fills.done += 1
+        self._fills.pop(file.key, None)
+        self.source.close(file.key)
+        if not finished.is_published:
+            self._recheck.add(file, store, copy)
+
+    def _forget(self, fill: Fill) -> None:
+        """A fill failed: the next reader starts anew. One that has all pieces stays, for those who have the file open."""
+        self._queue.remove(fill)
+        self._metrics.fills.failed += 1
+        if fill.outcome is Outcome.OVER:
+            self._fills.pop(fill.file.key, None)
+            self.source.close(fill.file.key)
+        elif not self._is_open(fill) and not fill.has_waiters:
+            self._drop(fill)
+
+    def _drop(self, fill: Fill) -> None:
+        """Nobody wants this fill any more."""
+        self._queue.remove(fill)
+        self._fills.pop(fill.file.key, None)
+        self.source.close(fill.file.key)
+        fill.end(DmfsError("dropped"))
+
+    def _tier_failed(self, store: Store, exc: TierUnavailable) -> None:
+        if not isinstance(exc, CopyDamaged):
+            store.report(exc.__cause__)
+        self._errors.add(str(exc), kind=f"tier {store.path} {type(exc).__name__}")
+
+    def _copy_discarded(self, file: DataFile, store: Store) -> None:
+        self._copies.drop(file.key)
+        self.on_changed(file)
+
+    def evict(self, store: Store, key: FileKey) -> bool:
+        """Give up a copy that nobody has open. False if somebody has, or it is not there."""
+        if not store.evict(key):
+            return False
+        self._copies.drop(key)
+        return True

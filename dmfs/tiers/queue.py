@@ -1,0 +1,128 @@
+"""Which piece of which fill is fetched next, and by how many at once.
+
+Order: pieces that a reader waits for; then whole fills of files that are open; then those nobody has open any more. Waited-for pieces
+may take every place, whole fills only half of them, so that a reader never queues behind read-ahead alone.
+"""
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from dmfs.tiers.fill import Fill
+
+
+class FillQueue:
+    """Hands pieces to at most `pieces` tasks.
+
+    Attributes:
+        fetch: called for each piece, in a task; must not raise.
+        is_open: whether a file has readers, which decides the order of whole fills.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[Fill, int], Awaitable[None]],
+        is_open: Callable[[Fill], bool],
+        *,
+        pieces: int,
+        fills: int,
+    ) -> None:
+        self._fetch = fetch
+        self._is_open = is_open
+        self._pieces = pieces
+        self._background_pieces = max(1, pieces // 2)
+        self._fills = fills
+        self._nursery: trio.Nursery | None = None
+        self._asked: deque[tuple[Fill, int]] = deque()
+        self._active: deque[Fill] = deque()  # whole fills that take turns, at most `fills`
+        self._queued: deque[Fill] = deque()  # whole fills that wait for a place
+        self._closed: deque[Fill] = deque()  # the same, of files that were closed after they had been started
+        self._running = 0
+        self._running_background = 0
+
+    def start(self, nursery: trio.Nursery) -> None:
+        """Tasks are started in `nursery` from now on."""
+        self._nursery = nursery
+
+    @property
+    def queued(self) -> int:
+        """Whole fills that wait for a place."""
+        return len(self._queued) + len(self._closed)
+
+    def ask(self, fill: Fill, piece: int) -> None:
+        """A reader waits for this piece."""
+        if fill.needs(piece):
+            self._asked.append((fill, piece))
+            self._start_tasks()
+
+    def add(self, fill: Fill) -> None:
+        """Fetch the whole file. Again for a fill that is here already: nothing happens."""
+        if not fill.is_wanted_whole:
+            fill.is_wanted_whole = True
+            self._queued.append(fill)
+            self._start_tasks()
+
+    def remove(self, fill: Fill) -> None:
+        """Stop fetching what nobody asked for."""
+        fill.is_wanted_whole = False
+        for fills in (self._active, self._queued, self._closed):
+            if fill in fills:
+                fills.remove(fill)
+
+    def _start_tasks(self) -> None:
+        assert self._nursery is not None
+        while self._running < self._pieces:
+            job = self._next()
+            if job is None:
+                return
+            self._running += 1
+            self._nursery.start_soon(self._work, *job)
+
+    async def _work(self, fill: Fill, piece: int, is_background: bool) -> None:
+        while True:
+            self._running_background += is_background
+            try:
+                await self._fetch(fill, piece)
+            finally:
+                self._running_background -= is_background
+            job = self._next()
+            if job is None:
+                self._running -= 1
+                return
+            fill, piece, is_background = job
+
+    def _next(self) -> tuple[Fill, int, bool] | None:
+        while self._asked:
+            fill, piece = self._asked.popleft()
+            if fill.needs(piece):
+                fill.start_piece(piece)
+                return fill, piece, False
+        if self._running_background >= self._background_pieces:
+            return None
+        self._fill_places()
+        for is_open in (True, False):
+            for _ in range(len(self._active)):
+                fill = self._active[0]
+                self._active.rotate(-1)
+                if self._is_open(fill) is not is_open:
+                    continue
+                next_piece = fill.next_piece()
+                if next_piece is not None:
+                    fill.start_piece(next_piece)
+                    return fill, next_piece, True
+        return None
+
+    def _fill_places(self) -> None:
+        """Give free places to the fills that wait longest, and places of closed files to open ones."""
+        for fill in [f for f in self._active if f.next_piece() is None or not f.is_wanted_whole]:
+            self._active.remove(fill)
+        while len(self._active) < self._fills and (self._queued or self._closed):
+            self._active.append(self._queued.popleft() if self._queued else self._closed.popleft())
+        if self._queued:
+            for fill in self._active:
+                if not self._is_open(fill):
+                    self._active.remove(fill)
+                    self._closed.append(fill)
+                    self._active.append(self._queued.popleft())
+                    break

@@ -1,0 +1,364 @@
+"""Copies on one local tier: names, space, publishing, giving up. Knows nothing of the source, of fills or of other tiers.
+
+Layout, below `<tier>/<basename>-<dataset hash>/`:
+
+    format.json                   guards the layout: which format, which dataset
+    lock                          flock'ed as long as a daemon uses the folder; dies with the process
+    objects/<key>-<digest>        one complete copy; being there means complete
+    objects/<key>.sums            for a copy of several pieces: the digest of each, 8 bytes little-endian
+    tmp/                          copies on their way; whatever is here at a start is rubbish
+
+A digest is xxh3-64 of the copy's only piece, or of its `.sums`. Nothing is written under `objects/` but by rename, so there is no index
+to lose and nothing to repair. Functions that say "blocks" are called in threads; the others in the event loop, where the dictionary
+and the accounting live.
+"""
+
+import contextlib
+import errno
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import trio
+
+from dmfs.errors import CopyDamaged, TierUnavailable
+from dmfs.tiers.descriptors import Descriptor
+from dmfs.tiers.folder import OBJECTS, DatasetFolder
+from dmfs.tiers.nowait import open_cached
+from dmfs.types import PIECE_SIZE, Clock, FileKey, hex_key
+
+ReadMode = Literal["nowait", "memory", "thread"]
+"""How a copy is read: `nowait` inline unless the kernel would have to wait for the disk, `memory` inline, `thread` in a thread."""
+
+BLOCK = 4096  # bytes; what a file system rounds a file up to, for reservations (accounting uses st_blocks)
+SCAN_BATCH = 2000  # names taken over at once while the tier is scanned
+RETRY_AFTER = 1.0  # seconds a tier that was full or failed is left alone before a fill tries it again
+KEY_DIGITS = 32
+DIGEST_DIGITS = 16
+
+
+def copy_name(key: FileKey, digest: int) -> str:
+    """The name of a copy below objects/."""
+    return f"{hex_key(key)}-{digest:016x}"
+
+
+def sums_name(key: FileKey) -> str:
+    """The name of the digests of a copy of several pieces."""
+    return f"{hex_key(key)}.sums"
+
+
+def parse_name(name: str) -> tuple[FileKey, int | None] | None:
+    """(key, digest) of a copy's name, (key, None) of a `.sums`; None for anything else."""
+    with contextlib.suppress(ValueError):
+        key = bytes.fromhex(name[:KEY_DIGITS])
+        if len(key) * 2 == KEY_DIGITS:
+            rest = name[KEY_DIGITS:]
+            if rest == ".sums":
+                return key, None
+            if len(rest) == DIGEST_DIGITS + 1 and rest[0] == "-":
+                return key, int(rest[1:], 16)
+    return None
+
+
+@dataclass(slots=True)
+class Copy:
+    """A complete copy. `digest` is in its name; `allocated` is bytes of disk; `temp` is its name in tmp/ until it is published."""
+
+    digest: int
+    allocated: int
+    temp: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TempFile:
+    """A copy on its way: its name in tmp/ and an open descriptor for writing and reading."""
+
+    name: str
+    descriptor: Descriptor
+
+
+class Store:
+    """The copies of one dataset on one tier.
+
+    Attributes:
+        path: the tier's directory.
+        capacity: bytes that copies of all datasets on this tier may take together.
+        read_mode: see ReadMode; found out at start.
+        scanned: set once every copy left by earlier daemons is known.
+    """
+
+    def __init__(
+        self, folder: DatasetFolder, *, capacity: int, min_free: int, read_mode: ReadMode, clock: Clock
+    ) -> None:
+        self.path = folder.tier
+        self.capacity = capacity
+        self.read_mode = read_mode
+        self.scanned = trio.Event()
+        self._folder = folder
+        self._min_free = min_free
+        self._clock = clock
+        self._copies: dict[FileKey, Copy] = {}
+        self._pins: dict[FileKey, int] = {}
+        self._used = 0  # bytes allocated by copies, published or not, of all datasets
+        self._reserved = 0  # bytes promised to running fills
+        self._unwritten = 0  # of these, bytes not on the disk yet
+        self._trouble: tuple[str, float] | None = None  # what is wrong, and when to try again
+        self._temp_ids = itertools.count()
+
+    # ---- what is here
+
+    def get(self, key: FileKey) -> Copy | None:
+        """The copy of a key, if it is here."""
+        return self._copies.get(key)
+
+    def pin(self, key: FileKey) -> None:
+        """Keep the copy of this key (there now or to come) until `unpin`."""
+        self._pins[key] = self._pins.get(key, 0) + 1
+
+    def unpin(self, key: FileKey) -> None:
+        """Take back one `pin`."""
+        count = self._pins.pop(key) - 1
+        if count:
+            self._pins[key] = count
+
+    def statistics(self) -> dict[str, object]:
+        """This tier in `dmfs status`: `{path, capacity_bytes, used_bytes, copies, state}`."""
+        return {
+            "path": self.path,
+            "capacity_bytes": self.capacity,
+            "used_bytes": self._used,
+            "copies": len(self._copies),
+            "state": self._state(),
+        }
+
+    def _state(self) -> str:
+        if not self.scanned.is_set():
+            return "scanning"
+        return self._trouble[0] if self._trouble else "ok"
+
+    async def scan(self) -> None:
+        """Take over the copies of earlier daemons, and remove what they left unfinished. Ends with `scanned`, whatever happens."""
+        try:
+            self._used += await trio.to_thread.run_sync(self._scan)
+        except OSError as exc:
+            self.report(exc)
+        finally:
+            self.scanned.set()
+
+    def _scan(self) -> int:
+        """Returns the bytes that other datasets take on this tier. Blocks."""
+        self._folder.clear_tmp()
+        objects = f"{self._folder.path}/{OBJECTS}"
+        with_sums: set[FileKey] = set()
+        needing_sums: list[tuple[FileKey, str]] = []
+        seen: set[FileKey] = set()
+        batch: list[tuple[FileKey, Copy]] = []
+        with os.scandir(objects) as entries:
+            for entry in entries:
+                parsed = parse_name(entry.name)
+                if parsed is None:
+                    continue
+                key, digest = parsed
+                if digest is None:
+                    with_sums.add(key)
+                    continue
+                st = entry.stat(follow_symlinks=False)
+                if st.st_size > PIECE_SIZE:
+                    needing_sums.append((key, entry.name))
+                    seen.add(key)
+                batch.append((key, Copy(digest, st.st_blocks * 512)))
+                if len(batch) == SCAN_BATCH:
+                    trio.from_thread.run_sync(self._take_over, batch)
+                    batch = []
+        trio.from_thread.run_sync(self._take_over, batch)
+        for key in with_sums - seen:
+            os.unlink(f"{objects}/{sums_name(key)}")
+        for key, name in needing_sums:
+            if key not in with_sums:
+                trio.from_thread.run_sync(self._forget, key)
+                os.unlink(f"{objects}/{name}")
+        return self._folder.others_allocated()
+
+    def _take_over(self, batch: list[tuple[FileKey, Copy]]) -> None:
+        for key, copy in batch:
+            if key not in self._copies:
+                self._copies[key] = copy
+                self._used += copy.allocated
+
+    # ---- space
+
+    def reserve(self, size: int) -> "Reservation | None":
+        """Promise `size` bytes (rounded up to blocks) to a fill. None if they are not there, or the tier is out of service."""
+        size = -(-size // BLOCK) * BLOCK
+        if self._trouble and self._clock.monotonic() < self._trouble[1]:
+            return None
+        if self._used + self._reserved + size > self.capacity:
+            return None
+        self._reserved += size
+        self._unwritten += size
+        return Reservation(self, size)
+
+    def report(self, exc: BaseException | None) -> None:
+        """An operation on this tier failed with `exc`: fills leave it alone for a while. `statistics` shows it until one works."""
+        is_full = isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT)
+        state = "full" if is_full else f"failing: {getattr(exc, 'strerror', None) or exc}"
+        self._trouble = (state, self._clock.monotonic() + RETRY_AFTER)
+
+    def clear(self) -> None:
+        """Nothing is on its way any more: remove what was. Blocks."""
+        with contextlib.suppress(OSError):
+            self._folder.clear_tmp()
+
+    # ---- a copy on its way
+
+    def create(self, key: FileKey, size: int) -> TempFile:
+        """A temporary file of `size` bytes (a hole, to be written). Blocks. Raises TierUnavailable."""
+        with self._faults():
+            fs = os.fstatvfs(self._folder.tmp_fd)
+            if fs.f_bavail * fs.f_frsize - self._unwritten < self._min_free:
+                raise OSError(errno.ENOSPC, "less free space than min_free")
+            name = f"{hex_key(key)}.{next(self._temp_ids)}"
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._folder.tmp_fd)
+            temp = TempFile(name, Descriptor(fd))
+            try:
+                os.ftruncate(fd, size)
+            except OSError:
+                self.remove_temp(name)
+                raise
+            return temp
+
+    def write(self, temp: TempFile, view: memoryview, offset: int) -> None:
+        """Write all of `view`. Blocks. Raises TierUnavailable."""
+        with self._faults():
+            done = 0
+            while done < len(view):
+                done += os.pwrite(temp.descriptor.fd, view[done:], offset + done)
+
+    def allocated(self, temp: TempFile) -> int:
+        """Bytes of disk that a temporary file takes. Blocks. Raises TierUnavailable."""
+        with self._faults():
+            return os.fstat(temp.descriptor.fd).st_blocks * 512
+
+    def write_sums(self, key: FileKey, sums: bytes) -> None:
+        """Put the digests of a copy's pieces into place, which must come before its `publish`. Blocks. Raises TierUnavailable."""
+        name = sums_name(key)
+        with self._faults():
+            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=self._folder.tmp_fd)
+            with open(fd, "wb") as file:
+                file.write(sums)
+            os.rename(name, name, src_dir_fd=self._folder.tmp_fd, dst_dir_fd=self._folder.objects_fd)
+
+    def publish(self, key: FileKey, digest: int, temp_name: str) -> None:
+        """Give a complete copy its name. Blocks. Raises TierUnavailable."""
+        with self._faults():
+            os.rename(
+                temp_name, copy_name(key, digest), src_dir_fd=self._folder.tmp_fd, dst_dir_fd=self._folder.objects_fd
+            )
+
+    def remove_temp(self, name: str) -> None:
+        """Remove a temporary file, if it is still there. Blocks, briefly."""
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self._folder.tmp_fd)
+
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        """A fault of the disk becomes TierUnavailable, so that it is never taken for one of the source."""
+        try:
+            yield
+        except OSError as exc:
+            raise TierUnavailable(f"cache {self.path}: {exc.strerror or exc}") from exc
+
+    def add(self, key: FileKey, copy: Copy) -> None:
+        """A fill ended well: its copy is here, in tmp/ if `copy.temp` is set. The caller releases its reservation."""
+        self._copies[key] = copy
+        self._used += copy.allocated
+        self._trouble = None
+
+    def published(self, key: FileKey) -> None:
+        """The copy of a key has got its name."""
+        self._copies[key].temp = None
+
+    # ---- reading and giving up
+
+    def read_nowait(self, descriptor: Descriptor, view: memoryview, offset: int) -> bool:
+        """Fill `view` if that needs no wait; False if it would, or the bytes are not there (`read` then says why)."""
+        if self.read_mode == "thread":
+            return False
+        flags = os.RWF_NOWAIT if self.read_mode == "nowait" else 0
+        try:
+            return os.preadv(descriptor.fd, [view], offset, flags) == len(view)
+        except OSError:
+            return False
+
+    def read(self, descriptor: Descriptor, view: memoryview, offset: int) -> None:
+        """Fill `view`. Blocks. Raises TierUnavailable, CopyDamaged if the bytes are not there."""
+        with self._faults():
+            done = 0
+            while done < len(view):
+                count = os.preadv(descriptor.fd, [view[done:]], offset + done)
+                if count == 0:
+                    raise CopyDamaged(f"cache {self.path}: a copy is shorter than its file")
+                done += count
+
+    def open_copy_nowait(self, key: FileKey) -> Descriptor | None:
+        """Open a copy if that needs no wait for a disk; None if it would, or fails (`open_copy` then says why)."""
+        if self.read_mode == "thread":
+            return None
+        dir_fd, name = self._location(key, self._copies[key])
+        try:
+            return Descriptor(open_cached(name, dir_fd))
+        except OSError:
+            return None
+
+    def open_copy(self, key: FileKey, copy: Copy) -> Descriptor:
+        """Open a copy. Blocks. Raises TierUnavailable."""
+        with self._faults():
+            dir_fd, name = self._location(key, copy)
+            return Descriptor(os.open(name, os.O_RDONLY | os.O_NOATIME | os.O_CLOEXEC, dir_fd=dir_fd))
+
+    def _location(self, key: FileKey, copy: Copy) -> tuple[int, str]:
+        if copy.temp is not None:
+            return self._folder.tmp_fd, copy.temp
+        return self._folder.objects_fd, copy_name(key, copy.digest)
+
+    def evict(self, key: FileKey) -> bool:
+        """Give up the copy of a key. False if it is pinned, or not here. The caller drops descriptors of it that it keeps."""
+        if key in self._pins or key not in self._copies:
+            return False
+        self.discard(key)
+        return True
+
+    def discard(self, key: FileKey) -> None:
+        """Remove a copy that must not be used any more, pinned or not: open descriptors of it read on."""
+        copy = self._copies[key]
+        dir_fd, name = self._location(key, copy)
+        self._forget(key)
+        # The copy goes first: a `.sums` without a copy is rubbish that a scan removes, the reverse would be a copy without proof.
+        for path, fd in ((name, dir_fd), (sums_name(key), self._folder.objects_fd)):
+            with contextlib.suppress(OSError):
+                os.unlink(path, dir_fd=fd)
+
+    def _forget(self, key: FileKey) -> None:
+        self._used -= self._copies.pop(key).allocated
+
+
+class Reservation:
+    """Space promised to one fill. `release` it exactly once, when its bytes are accounted for as a copy or are gone."""
+
+    def __init__(self, store: Store, size: int) -> None:
+        self._store = store
+        self._size = size
+        self._unwritten = size
+
+    def wrote(self, size: int) -> None:
+        """`size` bytes are on the disk now, so its free space has shrunk by them."""
+        size = min(size, self._unwritten)
+        self._unwritten -= size
+        self._store._unwritten -= size
+
+    def release(self) -> None:
+        """Give the promise back."""
+        self._store._reserved -= self._size
+        self._store._unwritten -= self._unwritten

@@ -1,0 +1,106 @@
+"""Epochs over a slow source: what the first reading through dmfs costs, and that later ones cost the source nothing.
+
+`direct` reads the slow file system itself, `dmfs` a mount over it with an empty cache. Each has a slow file system
+freshly mounted for it, so that no name or attribute of either is in a kernel cache at the start. What the source was
+asked for is counted by the slow file system, not by dmfs.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.lib import dataset
+from scripts.lib.bench_report import Report
+from scripts.lib.dataset import Sample, total_bytes
+from scripts.lib.mounts import DmfsMount, cpu_seconds
+from scripts.lib.readers import ReaderPool, shuffled
+from scripts.lib.slowfs_client import SlowFs
+
+KiB = 1024
+MiB = 1024 * KiB
+
+LATENCY = 0.001  # seconds per operation, as a Lustre server answers on a quiet network
+BANDWIDTH = 200_000_000  # bytes per second, shared by all
+AGE = 864_000.0  # seconds the files look older than they are: a data set that has been lying there for ten days
+
+BASE = "direct"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kind of data set: `count` files of `size` bytes, read by `readers` processes."""
+
+    name: str
+    count: int
+    size: int
+    readers: int
+
+
+def cases(*, is_quick: bool) -> list[Case]:
+    """What is measured."""
+    part = 10 if is_quick else 1
+    small, large, large_size = 2000 // part, 8, 100 * MiB // part
+    return [
+        Case(f"{small} x 110 KiB, 4 readers", small, 110 * KiB, 4),
+        Case(f"{large} x {large_size // MiB} MiB, 4 readers", large, large_size, 4),
+        Case(f"{large} x {large_size // MiB} MiB, 1 reader", large, large_size, 1),
+    ]
+
+
+def run(work: Path, report: Report, *, rounds: int, chosen: list[Case]) -> Iterator[str]:
+    """Measure into `report`; yields what it does next, for a progress display. Leaves nothing in `work`."""
+    for case in chosen:
+        yield f"{case.name}: making the files"
+        source = work / "source"
+        samples = dataset.make_plain(source, count=case.count, size=case.size)
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, source, ignore_errors=True)
+            pool = stack.enter_context(ReaderPool(case.readers))
+            for number in range(rounds):
+                yield f"{case.name}: round {number + 1} of {rounds}"
+                turns = [_direct, _dmfs]
+                if number % 2:
+                    turns.reverse()
+                for turn in turns:
+                    turn(work, report, case, samples, pool, number)
+
+
+def _slow(work: Path) -> SlowFs:
+    return SlowFs(work / "source", work / "slow", latency=LATENCY, bandwidth=BANDWIDTH, age=AGE)
+
+
+def _direct(work: Path, report: Report, case: Case, samples: list[Sample], pool: ReaderPool, number: int) -> None:
+    """The base: one epoch straight from the slow file system."""
+    paths = shuffled([sample.path for sample in samples], epoch=number)
+    with _slow(work) as slow:
+        epoch = pool.read(slow.mountpoint, paths)
+        report.add(case.name, BASE, epoch.seconds, unit="s")
+        report.check(f"{case.name}, direct: bytes read", expected=total_bytes(samples), found=slow.counters().bytes)
+
+
+def _dmfs(work: Path, report: Report, case: Case, samples: list[Sample], pool: ReaderPool, number: int) -> None:
+    """Two epochs through dmfs with an empty cache, a restart, and a third."""
+    paths = [sample.path for sample in samples]
+    cache = work / "cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    with _slow(work) as slow, DmfsMount(slow.mountpoint, work / "mnt", cache) as mount:
+        seen = slow.counters()
+        for epoch_number, label in enumerate(("epoch 1", "epoch 2", "after restart"), 1):
+            if label == "after restart":
+                mount.unmount()
+                mount.mount()
+                mount.wait_idle()
+            before = cpu_seconds(mount.pid)
+            epoch = pool.read(mount.mountpoint, shuffled(paths, epoch=number * epoch_number), drop_pages=True)
+            cpu = (cpu_seconds(mount.pid) - before) / epoch.seconds
+            mount.wait_idle()
+            report.add(case.name, f"dmfs, {label}", epoch.seconds, unit="s", cpu=cpu)
+            now = slow.counters()
+            wanted = total_bytes(samples) if epoch_number == 1 else 0
+            report.check(f"{case.name}, {label}: source bytes", expected=wanted, found=now.bytes - seen.bytes)
+            if epoch_number > 1:
+                report.check(f"{case.name}, {label}: source opens", expected=0, found=now.opens - seen.opens)
+            seen = now
+    shutil.rmtree(cache, ignore_errors=True)

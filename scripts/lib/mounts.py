@@ -1,0 +1,184 @@
+"""Mounts that the quick start and the benchmarks make: dmfs by its command line, and the loop-back file system.
+
+Each is a context manager that always unmounts. Whether something is mounted is read from /proc, never asked of the
+mountpoint, which could hang.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+MOUNT_TIMEOUT = 60.0  # seconds for a mount or an unmount; both take well under one when all is well
+
+_CLOCK_TICK = os.sysconf("SC_CLK_TCK")
+
+
+class MountFailed(Exception):
+    """A mount did not come up, did not go, or a command failed. The message has what the program said."""
+
+
+def is_mounted(path: Path) -> bool:
+    """True if `path` (absolute, no links) is a mountpoint."""
+    wanted = os.fsencode(path)
+    lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    return any(line.split()[4].decode("unicode_escape").encode("latin-1") == wanted for line in lines)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time a process has used, in user and kernel mode, all threads together."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _CLOCK_TICK
+
+
+def interrupt_once() -> None:
+    """Let the first Ctrl-C (or SIGTERM, SIGHUP) raise KeyboardInterrupt; a second one does not cut clean-up short."""
+
+    def interrupt(number: int, frame: object) -> None:
+        for other in numbers:
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        signal.signal(number, interrupt)
+
+
+def wait_until(condition: Callable[[], bool], what: str, *, timeout: float, interval: float = 0.02) -> None:
+    """Wait for a condition. Raises MountFailed if it does not come true within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise MountFailed(f"after {timeout:.0f} s still not: {what}")
+        time.sleep(interval)
+
+
+def detach(mountpoint: Path) -> None:
+    """Take a mount away even if it is busy or dead. No error if there is none."""
+    while is_mounted(mountpoint):
+        command = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount3", "-u", "-z"]
+        subprocess.run([*command, str(mountpoint)], check=True, capture_output=True, timeout=MOUNT_TIMEOUT)
+
+
+class DmfsMount:
+    """dmfs over `source`: a context manager around `mount` and `unmount`, which a restart calls by hand.
+
+    Attributes:
+        pid: of the daemon, 0 while there is none.
+        mount_seconds: what the last `dmfs mount` took, from starting the command to its return.
+    """
+
+    def __init__(self, source: Path, mountpoint: Path, cache: Path, *, front_end: str = "kernel") -> None:
+        self.source = source
+        self.mountpoint = mountpoint
+        self.cache = cache
+        self.pid = 0
+        self.mount_seconds = 0.0
+        self._front_end = front_end
+
+    def __enter__(self) -> "DmfsMount":
+        self.mountpoint.mkdir(exist_ok=True)
+        try:
+            self.mount()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        if is_mounted(self.mountpoint):
+            try:
+                self.unmount(force=exc is not None)
+            finally:
+                detach(self.mountpoint)
+
+    def mount(self) -> None:
+        """Run `dmfs mount`. Raises MountFailed."""
+        began = time.monotonic()
+        flags = ["--cache", str(self.cache), "--front-end", self._front_end]
+        _run([*dmfs_command(), "mount", str(self.source), str(self.mountpoint), *flags])
+        self.mount_seconds = time.monotonic() - began
+        self.pid = self.status()["pid"]
+
+    def unmount(self, *, force: bool = False) -> None:
+        """Run `dmfs umount`, which returns when the daemon is gone. Raises MountFailed."""
+        _run([*dmfs_command(), "umount", str(self.mountpoint), *(["--force"] if force else [])])
+        self.pid = 0
+
+    def status(self) -> dict[str, Any]:
+        """What `dmfs status --json` says of this mount. Raises MountFailed."""
+        status: dict[str, Any] = json.loads(_run([*dmfs_command(), "status", str(self.mountpoint), "--json"]))
+        return status
+
+    def wait_idle(self, *, copies: int | None = None) -> None:
+        """Wait until the tier is scanned and nothing is being copied (and, if given, until there are `copies`)."""
+
+        def is_idle() -> bool:
+            status = self.status()
+            is_scanned = all(tier["state"] != "scanning" for tier in status["tiers"])
+            is_filling = status["fills"]["active"] or status["fills"]["queued"]
+            found = sum(tier["copies"] for tier in status["tiers"])
+            return is_scanned and not is_filling and (copies is None or found >= copies)
+
+        wait_until(is_idle, f"{self.mountpoint} is idle", timeout=120)
+
+
+def dmfs_command() -> list[str]:
+    """The command line that runs this checkout's dmfs."""
+    return [sys.executable, "-m", "dmfs"]
+
+
+def _run(command: list[str]) -> str:
+    """Run a command to its end; returns its output. Raises MountFailed with what it said."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("DMFS_")},
+        start_new_session=True,  # Ctrl-C is for the parent: a mount that is cut short half-way is harder to undo
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=MOUNT_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise MountFailed(f"{' '.join(command)} did not end in {MOUNT_TIMEOUT:.0f} s") from None
+        except KeyboardInterrupt:
+            process.communicate(timeout=MOUNT_TIMEOUT)
+            raise
+    if process.returncode:
+        raise MountFailed((err or out).strip() or f"{' '.join(command)} returned {process.returncode}")
+    return out
+
+
+@contextmanager
+def loopback(source: Path, mountpoint: Path) -> Iterator[int]:
+    """The pyfuse3 loop-back file system over `source`; gives the pid of its process. Raises MountFailed."""
+    mountpoint.mkdir(exist_ok=True)
+    script = Path(__file__).with_name("loopback_pyfuse3.py")
+    process = subprocess.Popen([sys.executable, str(script), str(source), str(mountpoint)], start_new_session=True)
+    try:
+        wait_until(
+            lambda: is_mounted(mountpoint) or process.poll() is not None,
+            f"{mountpoint} is mounted",
+            timeout=MOUNT_TIMEOUT,
+        )
+        if process.poll() is not None:
+            raise MountFailed(f"{script.name} ended with {process.returncode}")
+        os.stat(mountpoint)  # waits until it serves
+        yield process.pid
+    finally:
+        detach(mountpoint)
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=10)

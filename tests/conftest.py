@@ -1,0 +1,61 @@
+"""Fixtures of all tests, the `--full` switch, and the daemons' logs shown with a failed test."""
+
+import os
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.mounts import MountFactory, live_mounts
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--full` adds the tests marked `full`."""
+    parser.addoption("--full", action="store_true", help="also run the literal sizes of the field cases (minutes)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests marked `full` out unless asked for: deselected, not skipped; a skip means a lack."""
+    if config.getoption("--full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    if left_out:
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the logs of the mounts of the moment to the report of a failure."""
+    report = yield
+    if report.failed:
+        report.sections.extend((f"dmfs log of {mount.view}", mount.log_tail()) for mount in live_mounts)
+    return report
+
+
+@pytest.fixture
+def dmfs_mount() -> Iterator[MountFactory]:
+    """A function that mounts: `dmfs_mount(source, **options of DmfsMount)`."""
+    factory = MountFactory()
+    yield factory
+    factory.close()
+
+
+@pytest.fixture(scope="session")
+def disk_path() -> Iterator[Path]:
+    """A folder on a disk file system that knows user xattrs and O_DIRECT, if this machine has one; else any."""
+    candidates = [tempfile.gettempdir(), "/var/tmp", os.path.expanduser("~")]
+    place = next((c for c in candidates if _is_disk(c)), candidates[0])
+    with tempfile.TemporaryDirectory(prefix="dmfs-tests-", dir=place, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def _is_disk(folder: str) -> bool:
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            os.setxattr(file.fileno(), "user.dmfs-test", b"1")
+            os.close(os.open(file.name, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""What the tests share: real mounts, files that describe themselves, waiting for a condition."""
