@@ -1,7 +1,7 @@
 """The process behind a mount: builds every object, owns every nursery, and ends in order.
 
-Started by `dmfs mount` as a process of its own (never by a fork of one that has threads), or run in the foreground. The order of the end:
-unmounted, late publications done, fills dropped, locks released.
+Started by `dmfs mount` as a process of its own (never by a fork of one that has threads), or run in the foreground.
+The order of the end: unmounted, late publications done, fills dropped, locks released.
 """
 
 import argparse
@@ -40,7 +40,9 @@ logger = logging.getLogger("dmfs")
 
 SOURCE_ANSWER_LIMIT = 30.0  # seconds a mount waits for the source's first answer
 READAHEAD_KIB = 512  # doubles cold streaming against the kernel's 128; more adds little, and costs random reads of maps
-SWITCH_INTERVAL = 0.0005  # seconds a thread may keep the interpreter from the event loop; Python's own is ten times that
+SWITCH_INTERVAL = (
+    0.0005  # seconds a thread may keep the interpreter from the event loop; Python's own is ten times that
+)
 MAX_WAITING = 32  # calls to the source that `dmfs status` names
 
 
@@ -77,6 +79,7 @@ class Daemon:
         )
         self._operations: Operations | None = None
         self._session = trio.CancelScope()
+        self._is_forced = False
 
     def _open_store(self, cache: CacheConfig) -> Store:
         folder = open_folder(cache.path, source=self.config.source, dataset_id=self._dataset_id)
@@ -98,10 +101,12 @@ class Daemon:
             async with trio.open_nursery() as services:
                 await services.start(self._manager.run)
                 services.start_soon(self._stop_on_signal, signals)
-                self._operations = await self._build_operations(services)
-                await self._serve(self._operations, services, control_socket, on_ready)
+                with self._session:
+                    self._operations = await self._build_operations(services)
+                    await self._serve(self._operations, services, control_socket, on_ready)
                 self.state = "unmounting"
-                await self._manager.drain()
+                if not self._is_forced:
+                    await self._manager.drain()
                 services.cancel_scope.cancel()
         self._manager.shut_down()
 
@@ -145,15 +150,14 @@ class Daemon:
                 mounting.mount(config.mountpoint, fsname=fsname, allow_other=config.allow_other), operations
             )
         try:
-            with self._session:
-                async with trio.open_nursery() as nursery:
-                    await nursery.start(session.run)
-                    await trio.to_thread.run_sync(self._tune)
-                    # Not before the mount answers: who can ask for the status can use the mount.
-                    await services.start(self._serve_control, control_socket)
-                    self.state = "mounted"
-                    logger.info("%s is mounted at %s", config.source, config.mountpoint)
-                    on_ready()
+            async with trio.open_nursery() as nursery:
+                await nursery.start(session.run)
+                await trio.to_thread.run_sync(self._tune)
+                # Not before the mount answers: who can ask for the status can use the mount.
+                await services.start(self._serve_control, control_socket)
+                self.state = "mounted"
+                logger.info("%s is mounted at %s", config.source, config.mountpoint)
+                on_ready()
         finally:
             with contextlib.suppress(OSError, UserError):
                 if self._is_in_mount_table():
@@ -175,7 +179,11 @@ class Daemon:
             self._stop(False)
 
     def _stop(self, force: bool) -> None:
-        """End the session: detached at once, whoever still has files open gets ENOTCONN."""
+        """End the session:
+
+        detached at once, whoever still has files open gets ENOTCONN. By force: without late publications.
+        """
+        self._is_forced = self._is_forced or force
         self._session.cancel()
 
     def _is_in_mount_table(self) -> bool:
@@ -209,9 +217,7 @@ class Daemon:
             },
             "fills": self._manager.statistics(),
             "known": self._operations.statistics() if self._operations else {},
-            "waiting": [
-                {"path": os.fsdecode(path), "age_s": round(age, 3)} for path, age in calls[:MAX_WAITING]
-            ],
+            "waiting": [{"path": os.fsdecode(path), "age_s": round(age, 3)} for path, age in calls[:MAX_WAITING]],
             "stale_served": metrics.stale_served,
             "surprises": metrics.surprises,
             "errors": self._errors.entries(),

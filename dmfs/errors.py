@@ -1,7 +1,8 @@
 """The exceptions of dmfs, and the one table that turns an exception into an errno or an exit code.
 
-Inside dmfs a miss is a value and a fault is an exception. An OSError of the source keeps its own errno all the way to the reader;
-faults of tiers never reach one. Front ends call `to_errno`, the command line reads `UserError.exit_code`; nobody else translates.
+Inside dmfs a miss is a value and a fault is an exception. An OSError of the source keeps its own errno all the way to
+the reader; faults of tiers never reach one. Front ends call `to_errno`, the command line reads `UserError.exit_code`;
+nobody else translates.
 """
 
 import errno
@@ -33,7 +34,8 @@ def to_errno(exc: BaseException) -> int | None:
 
 
 class UserError(DmfsError):
-    """A mistake or a circumstance that the user can mend: one sentence that names the thing and the remedy, no traceback.
+    """A mistake or a circumstance that the user can mend: one sentence that names the thing and the remedy, no
+    traceback.
 
     Attributes:
         exit_code: what the command returns. The table is in docs/configuration.md and never changes its meanings.

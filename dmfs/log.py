@@ -1,6 +1,7 @@
 """Logging of the daemon: one line an event, and every surprise once.
 
-`ErrorLog` keeps what `dmfs status` shows under `errors`; it is bounded, so a fault that repeats a million times costs one entry.
+`ErrorLog` keeps what `dmfs status` shows under `errors`; it is bounded, so a fault that repeats a million times costs
+one entry.
 """
 
 import logging

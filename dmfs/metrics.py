@@ -1,7 +1,7 @@
 """Counters of one daemon, plain integers since its start. Only the event loop's thread writes them; anybody may read.
 
-`served` counts what readers got and from where, `source` what dmfs itself did at the source, `fills` the copying. Bytes are plain
-integers. The names are those of `dmfs status --json` (docs/configuration.md).
+`served` counts what readers got and from where, `source` what dmfs itself did at the source, `fills` the copying.
+Bytes are plain integers. The names are those of `dmfs status --json` (docs/configuration.md).
 """
 
 from dataclasses import asdict, dataclass, field
@@ -48,8 +48,8 @@ class FillCounts(_Counters):
 class Metrics:
     """All counters.
 
-    `surprises` counts exceptions nobody expected, each answered EIO; `stale_served` the answers given from expired metadata because the
-    source could not be asked.
+    `surprises` counts exceptions nobody expected, each answered EIO; `stale_served` the answers given from expired
+    metadata because the source could not be asked.
     """
 
     local: Served = field(default_factory=Served)

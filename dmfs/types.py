@@ -1,7 +1,7 @@
 """Small values that cross the layers: attributes, versions, keys, directory entries, the clock. No behaviour, no I/O.
 
-Names and paths of the file system are bytes everywhere; `str` begins at the command line. Paths are relative to the source, without
-a leading slash; the source directory itself is b"".
+Names and paths of the file system are bytes everywhere; `str` begins at the command line. Paths are relative to the
+source, without a leading slash; the source directory itself is b"".
 """
 
 import os
@@ -18,15 +18,19 @@ MiB = 1024 * KiB
 GiB = 1024 * MiB
 
 PIECE_SIZE = 4 * MiB
-"""Bytes of a piece: the unit of fetching, of digests and of waiting. It is also one RPC of a Lustre client with usual settings."""
+"""Bytes of a piece:
+
+the unit of fetching, of digests and of waiting. It is also one RPC of a Lustre client with usual settings.
+"""
 
 VersionFrom = Literal["ctime", "mtime"]
-"""What makes a version: `ctime` = size, mtime and ctime; `mtime` = size and mtime, where ctimes differ between nodes."""
+"""What makes a version: `ctime` is size, mtime and ctime; `mtime` leaves ctime out, where nodes differ in it."""
 
 Attributes = bytes
 """Attributes of a file in the layout of `struct fuse_attr` (include/uapi/linux/fuse.h, protocol 7.9 and later, 88 bytes).
 
-Packed, because a million of them must fit in memory, and in this layout, because the kernel front end then sends them as they are.
+Packed, because a million of them must fit in memory, and in this layout, because the kernel front end then sends them
+as they are.
 """
 
 _ATTR = struct.Struct("=QQQqqqIIIIIIIIII")
@@ -36,7 +40,10 @@ NANOSECONDS = 1_000_000_000
 
 
 class Stat(NamedTuple):
-    """The fields of `Attributes`, in their order. Times are seconds (negative before 1970) plus nanoseconds (never negative)."""
+    """The fields of `Attributes`, in their order.
+
+    Times are seconds (negative before 1970) plus nanoseconds (never negative).
+    """
 
     ino: int
     size: int
@@ -77,7 +84,10 @@ class Stat(NamedTuple):
 
 
 def pack_attributes(st: os.stat_result) -> Attributes:
-    """`Attributes` of a stat result. divmod rounds towards minus infinity, as struct timespec wants it for times before 1970."""
+    """`Attributes` of a stat result.
+
+    divmod rounds towards minus infinity, as struct timespec wants it for times before 1970.
+    """
     atime, atime_nsec = divmod(st.st_atime_ns, NANOSECONDS)
     mtime, mtime_nsec = divmod(st.st_mtime_ns, NANOSECONDS)
     ctime, ctime_nsec = divmod(st.st_ctime_ns, NANOSECONDS)
@@ -132,7 +142,8 @@ def file_key(
     """The key of one version of a file.
 
     Args:
-        shared_ino: the inode number where the file has several names (st_nlink > 1), so that all of them share one copy; else 0.
+        shared_ino: the inode number where the file has several names (st_nlink > 1), so that all of them share one
+            copy; else 0.
     """
     name = b"i%d" % shared_ino if shared_ino else b"p" + path
     identity = blake2b(dataset_id + b"\0" + name, digest_size=8).digest()
@@ -141,7 +152,10 @@ def file_key(
 
 
 class Entry(NamedTuple):
-    """The answer to a look-up. `node` 0 means that the name does not exist, which may be remembered for `ttl` seconds."""
+    """The answer to a look-up.
+
+    `node` 0 means that the name does not exist, which may be remembered for `ttl` seconds.
+    """
 
     node: int
     attributes: Attributes

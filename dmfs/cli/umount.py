@@ -51,8 +51,8 @@ def command(mountpoint: str, force: bool) -> None:
     mount = mounting.find_mount(path)
     is_ours = mount is not None and mount.fs_type == "fuse.dmfs"
     if record is None and not is_ours:
-        what = f"a mount of {mount.source} ({mount.fs_type})" if mount else "not a mountpoint"
-        raise NotMounted(f"{path} is {what}, not of dmfs: dmfs status lists the mounts of dmfs")
+        what = f"a mount of {mount.source} ({mount.fs_type}), not of dmfs" if mount else "not a mountpoint"
+        raise NotMounted(f"{path} is {what}: dmfs status lists the mounts of this user")
     if force:
         _unmount_by_force(path, record)
     elif record is None:

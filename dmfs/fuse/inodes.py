@@ -1,8 +1,9 @@
-"""The table of inodes: names, attributes and listings that are known, and for how long. No I/O and no policy of when to ask the source.
+"""The table of inodes: names, attributes and listings that are known, and for how long. No I/O and no policy of when
+to ask the source.
 
-A node id stands for one version of a file: when the source has a new one, the name leads to a new node, and the kernel's pages of the
-old one can never be shown for it. Directories keep their node as long as they stay the same directory. All names of a hard-linked file
-share a node, as they do natively.
+A node id stands for one version of a file: when the source has a new one, the name leads to a new node, and the
+kernel's pages of the old one can never be shown for it. Directories keep their node as long as they stay the same
+directory. All names of a hard-linked file share a node, as they do natively.
 
 A node lives as long as the kernel refers to it, plus a bounded number whose attributes were fetched in advance.
 """
@@ -74,7 +75,8 @@ class Directory(Node):
 
 
 class Listing:
-    """The names of a directory, growing while the source is being read. Packed: about 70 bytes and the name's length an entry.
+    """The names of a directory, growing while the source is being read. Packed: about 70 bytes and the name's length
+    an entry.
 
     Attributes:
         expires: until when it may be used for a new open, on the monotonic clock.
@@ -141,7 +143,9 @@ class InodeTable:
         self._nodes: dict[int, Node] = {}
         self._unreferenced: OrderedDict[int, Node] = OrderedDict()
         self._linked: dict[int, Node] = {}  # hard-linked files by the source's inode number
-        self._linked_names: dict[int, set[tuple[int, bytes]]] = {}  # by node id: every (directory id, name) that leads to it
+        self._linked_names: dict[
+            int, set[tuple[int, bytes]]
+        ] = {}  # by node id: every (directory id, name) that leads to it
         self.root = Directory(next(self._ids), None, b"", root_attributes)
         self.root.references = 1
         self._nodes[ROOT] = self.root

@@ -1,8 +1,10 @@
-"""The kernel front end: our own session on /dev/fuse. Converts messages only; what the tree looks like is decided in operations.py.
+"""The kernel front end: our own session on /dev/fuse. Converts messages only; what the tree looks like is decided in
+operations.py.
 
-One trio task waits until the device is readable, drains it, and answers at once, in plain synchronous code, what memory can answer. Only
-what must wait gets a task of its own, which an INTERRUPT cancels. Every handler runs under one guard: an expected error becomes its errno,
-a surprise is logged once, counted and answered EIO, and the mount lives on.
+One trio task waits until the device is readable, drains it, and answers at once, in plain synchronous code, what
+memory can answer. Only what must wait gets a task of its own, which an INTERRUPT cancels. Every handler runs under
+one guard: an expected error becomes its errno, a surprise is logged once, counted and answered EIO, and the mount
+lives on.
 """
 
 import errno
@@ -34,7 +36,8 @@ _WANTED = (
     | abi.FUSE_CACHE_SYMLINKS  # right because a changed link is a new node
 )
 
-# Answered ENOSYS, after which the kernel does not ask again for most of them, and does by itself what is right for this file system.
+# Answered ENOSYS, after which the kernel does not ask again for most of them, and does by itself what is right for
+# this file system.
 _UNSUPPORTED = (
     abi.FUSE_FLUSH,
     abi.FUSE_FSYNC,

@@ -1,7 +1,7 @@
 """Mounting, unmounting, aborting, and the mount table. No protocol: what is said over /dev/fuse is kernel.py's matter.
 
 Used by the daemon, the command line and the test file systems. Plain blocking functions without state. None of them,
-`is_dead` excepted, ever touches what lies inside a FUSE mount: whoever serves it may hang, and may be the caller itself.
+`is_dead` excepted, ever touches what lies inside a FUSE mount: whoever serves it may hang, or be the caller itself.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
 
 
 class MountInfo(NamedTuple):
-    """One line of /proc/self/mountinfo. `device` is "major:minor"; strings hold undecodable bytes as `os.fsdecode` does."""
+    """One line of /proc/self/mountinfo. `device` is "major:minor"; paths hold undecodable bytes as os.fsdecode does."""
 
     mount_id: int
     parent_id: int
@@ -141,11 +141,12 @@ def _mount_with_helper(mountpoint: str, fsname: str, allow_other: bool, subtype:
             raise _helper_error(mountpoint, result.stderr)
         ours.setblocking(False)  # the helper is gone, so its message is here or will never be
         try:
-            _, fds, _, _ = socket.recv_fds(ours, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            _, fds, _, _ = socket.recv_fds(ours, 1, 1)
         except BlockingIOError:
             fds = []
     if not fds:
         raise FuseUnavailable(f"fusermount3 mounted {mountpoint} but handed over no descriptor: {result.stderr}")
+    os.set_inheritable(fds[0], False)
     os.set_blocking(fds[0], False)
     return fds[0]
 
@@ -278,16 +279,16 @@ def find_mount(mountpoint: str) -> MountInfo | None:
     table: dict[str, list[MountInfo]] = {}
     for info in mounts():
         table.setdefault(info.mountpoint, []).append(info)
-    path = os.path.abspath(mountpoint)
+    path = os.path.join(os.getcwd(), mountpoint)
     for _ in range(_MAX_LINKS):
-        folder, name = os.path.split(path)
-        path = os.path.join(os.path.realpath(folder), name) if name else path
+        folder, name = os.path.split(path.rstrip("/"))
+        path = os.path.realpath(path) if name in ("", ".", "..") else os.path.join(os.path.realpath(folder), name)
         if path in table:
             stacked = table[path]
             covered = {info.parent_id for info in stacked}
             return next((info for info in reversed(stacked) if info.mount_id not in covered), stacked[-1])
         try:
-            path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
+            path = os.path.join(os.path.dirname(path), os.readlink(path))
         except OSError:
             return None
     return None
@@ -327,9 +328,9 @@ def _write(path: str, content: bytes) -> bool:
 
 
 def users_of(mount: MountInfo) -> list[Process]:
-    """The processes that keep a mount busy by open files, mappings, working or root directory, as far as this user may see.
+    """The processes that keep a mount busy by open files, mappings, working or root directory.
 
-    Reads /proc only. Within other mount namespaces only mappings are found.
+    Reads /proc only, so it sees what this user may see. Within other mount namespaces only mappings are found.
     """
     return [
         Process(pid, _name(pid))

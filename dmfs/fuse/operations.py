@@ -1,8 +1,8 @@
 """What the file system answers: names, attributes, listings, opens and reads, neutral to the front end that asks.
 
-Nothing here knows FUSE messages, and nothing requires open and release to be paired: a handle only adds pins. A `*_nowait` method answers
-from memory, or returns None when it would have to wait; its coroutine then does the whole thing. All of it runs in the event loop's
-thread, so what stands between two awaits is atomic.
+Nothing here knows FUSE messages, and nothing requires open and release to be paired: a handle only adds pins. A
+`*_nowait` method answers from memory, or returns None when it would have to wait; its coroutine then does the whole
+thing. All of it runs in the event loop's thread, so what stands between two awaits is atomic.
 """
 
 import errno
@@ -57,7 +57,8 @@ class _DirectoryHandle:
 class Operations:
     """The operations of a read-only file system over a source and its tiers.
 
-    Every method raises OSError or StaleFile for what the reader is to be told; see errors.to_errno. Node ids and handles are integers.
+    Every method raises OSError or StaleFile for what the reader is to be told; see errors.to_errno. Node ids and
+    handles are integers.
 
     Attributes:
         metrics, errors: where a front end counts and logs what it meets.
@@ -101,7 +102,10 @@ class Operations:
     # ---- names and attributes
 
     def lookup_nowait(self, parent: int, name: bytes) -> Entry | None:
-        """The entry of a name, if it is known and fresh. Counts one reference on the node, unless the entry is negative."""
+        """The entry of a name, if it is known and fresh.
+
+        Counts one reference on the node, unless the entry is negative.
+        """
         directory = self._directory(parent)
         now = self._clock.monotonic()
         node = directory.children.get(name)
@@ -127,7 +131,8 @@ class Operations:
             if running is None:
                 break
             await running.wait()
-            # The answer may be one that is not to be kept (a TTL of 0): then this is asked anew, as it would be natively.
+            # The answer may be one that is not to be kept (a TTL of 0): then this is asked anew, as it would be
+            # natively.
         done = self._looking_up[key] = trio.Event()
         try:
             return await self._ask_source(directory, name)
@@ -304,7 +309,10 @@ class Operations:
         del self._directories[handle]
 
     def readdir_nowait(self, handle: int, index: int, count: int) -> list[DirEntry] | None:
-        """At most `count` entries from `index` on, "." and ".." first; none at the end. Index 0 begins anew, with a fresh listing."""
+        """At most `count` entries from `index` on, "." and ".." first; none at the end.
+
+        Index 0 begins anew, with a fresh listing.
+        """
         opened = self._directories[handle]
         if index == 0:
             listing = opened.directory.listing

@@ -38,7 +38,10 @@ _AWAY = frozenset(
 
 
 def is_away(exc: OSError) -> bool:
-    """True if the error says that the source could not be asked, not what the answer is. Only ENOENT means that a name is gone."""
+    """True if the error says that the source could not be asked, not what the answer is.
+
+    Only ENOENT means that a name is gone.
+    """
     return exc.errno in _AWAY
 
 
@@ -47,7 +50,8 @@ class MetadataTtl:
     """The rule of one mount.
 
     Attributes:
-        fixed: seconds for everything, where the user gave them; else a tenth of a file's age, between SHORTEST and LONGEST.
+        fixed: seconds for everything, where the user gave them; else a tenth of a file's age, between SHORTEST and
+            LONGEST.
         is_immutable: nothing is ever looked at again.
     """
 

@@ -1,8 +1,8 @@
 """Open file descriptors that are shared: reference-counted, kept in a bounded LRU.
 
-A thread may still read from a descriptor while the event loop drops it from the LRU. If the number were closed then, the kernel could
-give it to another file and the thread would read wrong bytes. So a descriptor is an object, closed with its last reference, and
-whoever reads in a thread holds a reference.
+A thread may still read from a descriptor while the event loop drops it from the LRU. If the number were closed then,
+the kernel could give it to another file and the thread would read wrong bytes. So a descriptor is an object, closed
+with its last reference, and whoever reads in a thread holds a reference.
 """
 
 import os
@@ -26,7 +26,10 @@ class Descriptor:
 
 
 class LRU(Generic[K, V]):
-    """The values used last, at most `limit` of them. Dropping one here does not close what somebody else still holds."""
+    """The values used last, at most `limit` of them.
+
+    Dropping one here does not close what somebody else still holds.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

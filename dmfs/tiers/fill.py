@@ -1,7 +1,8 @@
 """One running fill: a file on its way from the source into a tier, piece by piece, readable while it runs.
 
-All readers of a file share its one fill. A piece is shown to readers only after the source's version was checked behind it, so pieces of
-two versions never mix. What is fetched next is decided by `queue`, what happens with a finished copy by `manager`.
+All readers of a file share its one fill. A piece is shown to readers only after the source's version was checked
+behind it, so pieces of two versions never mix. What is fetched next is decided by `queue`, what happens with a
+finished copy by `manager`.
 
 Threads do the blocking work on their own references; all state changes in the event loop.
 """
@@ -22,7 +23,10 @@ from dmfs.types import PIECE_SIZE, DataFile
 ABSENT, IN_FLIGHT, HERE = range(3)
 
 _buffers: list[bytearray] = []
-"""Buffers of one piece that no thread uses. Bounded by the number of pieces in flight, since a thread takes at most one."""
+"""Buffers of one piece that no thread uses.
+
+Bounded by the number of pieces in flight, since a thread takes at most one.
+"""
 
 _ZEROS = bytes(PIECE_SIZE)
 _ZERO_DIGEST: int = xxhash.xxh3_64_intdigest(_ZEROS)
@@ -95,7 +99,7 @@ class Fill:
 
     def __repr__(self) -> str:
         here = self.piece_count - self._missing
-        return f"<Fill {self.file.path!r} {self.outcome.name} {here}/{self.piece_count} pieces, {self._in_flight} in flight>"
+        return f"<Fill {self.file.path!r} {self.outcome.name} {here}/{self.piece_count}, {self._in_flight} in flight>"
 
     # ---- for readers
 

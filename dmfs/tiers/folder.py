@@ -1,7 +1,7 @@
 """The folder of one dataset on one tier: made, checked, locked. What lies in it is the business of `store`.
 
-Everything here blocks and is called before the event loop starts, or in threads. A lock is flock(2): it dies with the process that holds
-it, so a killed daemon leaves nothing that has to be cleaned up by hand.
+Everything here blocks and is called before the event loop starts, or in threads. A lock is flock(2): it dies with the
+process that holds it, so a killed daemon leaves nothing that has to be cleaned up by hand.
 """
 
 import contextlib
@@ -75,7 +75,8 @@ def open_folder(tier: str, *, source: str, dataset_id: str) -> DatasetFolder:
     """Make the tier's directory and the dataset's folder if they are missing, check them, and lock the folder.
 
     Raises:
-        CacheError: it cannot be made, belongs to somebody else, is in use, or has another format; says which and what to do.
+        CacheError: it cannot be made, belongs to somebody else, is in use, or has another format; says which and what
+            to do.
     """
     try:
         os.makedirs(tier, mode=0o700, exist_ok=True)
@@ -154,7 +155,8 @@ def _flock(tier: str, lock: Descriptor, kind: int) -> None:
         except (ValueError, KeyError, TypeError):
             who = "by another dmfs"
         raise CacheError(
-            f"the cache {tier} is in use {who}; unmount that one first, or give this mount a cache of its own with --cache"
+            f"the cache {tier} is in use {who}; unmount that one first, "
+            "or give this mount a cache of its own with --cache"
         ) from exc
 
 

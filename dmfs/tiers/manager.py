@@ -1,14 +1,14 @@
 """Where the bytes of a file come from: a copy on a tier, a running fill, or the source. The policy of a node.
 
-A hit costs one dictionary look-up and one system call, in the event loop (`read_nowait`). Everything else waits in `read`. Callers need not
-open or close: that only adds pins, starts small files early and ends what nobody wants any more.
+A hit costs one dictionary look-up and one system call, in the event loop (`read_nowait`). Everything else waits in
+`read`. Callers need not open or close: that only adds pins, starts small files early and ends what nobody wants any
+more.
 
 A fault of a tier never reaches a reader: the next tier or the source serves it. The source's own errors do reach it.
 """
 
 import os
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
@@ -24,8 +24,11 @@ from dmfs.tiers.store import Store
 from dmfs.tiers.threads import CallThreads
 from dmfs.types import PIECE_SIZE, Clock, DataFile, FileKey
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 MAX_DESCRIPTORS = 1024  # copies kept open
-DRAIN_LIMIT = 15.0  # seconds an unmount waits for late publications; a source that hangs longer loses these copies, no more
+DRAIN_LIMIT = 15.0  # seconds an unmount waits for late publications; a source that hangs longer loses these copies
 
 
 class _OpenCopy(NamedTuple):
@@ -118,7 +121,8 @@ class Manager:
     async def open(self, file: DataFile) -> None:
         """Open a file; `close` must follow if this returns.
 
-        A small file is fetched before this returns, so that its first read is a hit; of a larger one only the version is checked.
+        A small file is fetched before this returns, so that its first read is a hit; of a larger one only the version
+        is checked.
 
         Raises:
             StaleFile: the source has another version now.
@@ -169,7 +173,10 @@ class Manager:
     # ---- reading
 
     def read_nowait(self, file: DataFile, view: memoryview, offset: int) -> bool:
-        """Fill `view` from what is here. False if that would wait or cannot be: call `read`. The range lies within the file."""
+        """Fill `view` from what is here.
+
+        False if that would wait or cannot be: call `read`. The range lies within the file.
+        """
         opened = self._copies.get(file.key) or self._open_copy_nowait(file.key)
         if opened is not None:
             if opened.store.read_nowait(opened.descriptor, view, offset):
@@ -185,7 +192,8 @@ class Manager:
     async def read(self, file: DataFile, view: memoryview, offset: int) -> None:
         """Fill `view`. The range lies within the file.
 
-        A cancelled reader leaves at once; a thread may still write into `view`, so it must not be used for anything else then.
+        A cancelled reader leaves at once; a thread may still write into `view`, so it must not be used for anything
+        else then.
 
         Raises:
             StaleFile: these bytes are of a version that is not to be had any more.
@@ -208,7 +216,10 @@ class Manager:
         self._count(self._metrics.source_served, view)
 
     async def seek(self, file: DataFile, offset: int, whence: int) -> int:
-        """lseek(2) with SEEK_DATA or SEEK_HOLE: from a copy (whose holes are whole pieces) or the source. Raises as `read`."""
+        """lseek(2) with SEEK_DATA or SEEK_HOLE:
+
+        from a copy (whose holes are whole pieces) or the source. Raises as `read`.
+        """
         opened = self._copies.get(file.key) or self._open_copy_nowait(file.key)
         if opened is None:
             return await self.source.seek(file, offset, whence)
@@ -230,7 +241,10 @@ class Manager:
         return None
 
     async def _read_copy(self, file: DataFile, view: memoryview, offset: int) -> bool:
-        """Read from a copy in a thread. False if there is none, or its tier failed: it is not asked for this copy again."""
+        """Read from a copy in a thread.
+
+        False if there is none, or its tier failed: it is not asked for this copy again.
+        """
         for store in self.stores:
             copy = store.get(file.key)
             if copy is None:
@@ -358,7 +372,10 @@ class Manager:
             self._recheck.add(file, store, copy)
 
     def _forget(self, fill: Fill) -> None:
-        """A fill failed: the next reader starts anew. One that has all pieces stays, for those who have the file open."""
+        """A fill failed:
+
+        the next reader starts anew. One that has all pieces stays, for those who have the file open.
+        """
         self._queue.remove(fill)
         self._metrics.fills.failed += 1
         if fill.outcome is Outcome.OVER:

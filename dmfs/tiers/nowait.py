@@ -1,8 +1,8 @@
 """What a tier can do without waiting for a disk, found by trying it once.
 
-A hit is served inside the event loop, which must not sleep because one disk does. Two kernel features make that possible on a disk:
-openat2(2) with RESOLVE_CACHED (Linux 5.12) opens only what needs no I/O to look up, and preadv2(2) with RWF_NOWAIT reads only what is in
-the page cache. Memory file systems know neither and need neither.
+A hit is served inside the event loop, which must not sleep because one disk does. Two kernel features make that
+possible on a disk: openat2(2) with RESOLVE_CACHED (Linux 5.12) opens only what needs no I/O to look up, and
+preadv2(2) with RWF_NOWAIT reads only what is in the page cache. Memory file systems know neither and need neither.
 """
 
 import ctypes
@@ -38,7 +38,10 @@ def open_cached(name: str, dir_fd: int) -> int:
 
 
 def can_read_nowait(dir_fd: int) -> bool:
-    """True if files in this directory can be read with RWF_NOWAIT. Blocks. Raises OSError if it cannot be written to."""
+    """True if files in this directory can be read with RWF_NOWAIT.
+
+    Blocks. Raises OSError if it cannot be written to.
+    """
     name = f"probe-{os.getpid()}"
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
     try:

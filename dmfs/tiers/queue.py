@@ -1,6 +1,7 @@
 """Which piece of which fill is fetched next, and by how many at once.
 
-Order: pieces that a reader waits for; then whole fills of files that are open; then those nobody has open any more. Waited-for pieces
+Order: pieces that a reader waits for; then whole fills of files that are open; then those nobody has open any more.
+    Waited-for pieces
 may take every place, whole fills only half of them, so that a reader never queues behind read-ahead alone.
 """
 

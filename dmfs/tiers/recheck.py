@@ -1,8 +1,9 @@
 """The second look at young files before their copies are published.
 
-A file system that keeps times in whole seconds (Lustre does) can take two writes within one: the second then changes bytes but no time.
-So where a file's ctime is close to the newest the source has shown, its copy serves readers at once, but gets its name only after one
-more stat, two seconds later. Files that are older than that, and everything under `--immutable`, skip this.
+A file system that keeps times in whole seconds (Lustre does) can take two writes within one: the second then changes
+bytes but no time. So where a file's ctime is close to the newest the source has shown, its copy serves readers at
+once, but gets its name only after one more stat, two seconds later. Files that are older than that, and everything
+under `--immutable`, skip this.
 """
 
 from collections import deque

@@ -1,7 +1,7 @@
 """Access to the source directory: the only module that touches it. Read-only, by path below one directory descriptor.
 
-The plain functions block and are called in threads; the coroutines run them there. An OSError of the source passes through with its own
-errno. Nothing here caches metadata or retries: that is decided above.
+The plain functions block and are called in threads; the coroutines run them there. An OSError of the source passes
+through with its own errno. Nothing here caches metadata or retries: that is decided above.
 """
 
 import errno
@@ -30,7 +30,8 @@ class Source:
     Attributes:
         path: the absolute path of the directory.
         metadata, data: the threads for each kind of call; `waiting()` of both is what `dmfs status` shows.
-        newest_ctime_ns: the newest ctime seen on any file, in nanoseconds: how far the source's own clock has come at least.
+        newest_ctime_ns: the newest ctime seen on any file, in nanoseconds: how far the source's own clock has come at
+            least.
     """
 
     def __init__(
@@ -171,8 +172,8 @@ class Source:
     def check_version(self, descriptor: Descriptor, file: DataFile, *, strict: bool = False) -> None:
         """Raise StaleFile unless the open file still is the version meant. Blocks.
 
-        A file that was unlinked or replaced by rename while it is open keeps its bytes, and only its ctime tells: readers go on with
-        it, as they would natively. `strict` refuses that too, for publishing a copy.
+        A file that was unlinked or replaced by rename while it is open keeps its bytes, and only its ctime tells:
+        readers go on with it, as they would natively. `strict` refuses that too, for publishing a copy.
         """
         st = os.fstat(descriptor.fd)
         if not stat.S_ISREG(st.st_mode) or st.st_size != file.version.size or st.st_mtime_ns != file.version.mtime_ns:
@@ -221,7 +222,8 @@ class Source:
         try:
             return os.open(path or b".", flags | self._noatime, dir_fd=self._root.fd)
         except PermissionError as exc:
-            # Only a file's owner may ask for no atime. One such refusal is taken for the whole source, or every open would cost two.
+            # Only a file's owner may ask for no atime. One such refusal is taken for the whole source, or every open
+            # would cost two.
             if exc.errno != errno.EPERM or not self._noatime:
                 raise
             self._noatime = 0

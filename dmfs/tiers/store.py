@@ -1,4 +1,5 @@
-"""Copies on one local tier: names, space, publishing, giving up. Knows nothing of the source, of fills or of other tiers.
+"""Copies on one local tier: names, space, publishing, giving up. Knows nothing of the source, of fills or of other
+tiers.
 
 Layout, below `<tier>/<basename>-<dataset hash>/`:
 
@@ -8,9 +9,9 @@ Layout, below `<tier>/<basename>-<dataset hash>/`:
     objects/<key>.sums            for a copy of several pieces: the digest of each, 8 bytes little-endian
     tmp/                          copies on their way; whatever is here at a start is rubbish
 
-A digest is xxh3-64 of the copy's only piece, or of its `.sums`. Nothing is written under `objects/` but by rename, so there is no index
-to lose and nothing to repair. Functions that say "blocks" are called in threads; the others in the event loop, where the dictionary
-and the accounting live.
+A digest is xxh3-64 of the copy's only piece, or of its `.sums`. Nothing is written under `objects/` but by rename, so
+there is no index to lose and nothing to repair. Functions that say "blocks" are called in threads; the others in the
+event loop, where the dictionary and the accounting live.
 """
 
 import contextlib
@@ -30,7 +31,10 @@ from dmfs.tiers.nowait import open_cached
 from dmfs.types import PIECE_SIZE, Clock, FileKey, hex_key
 
 ReadMode = Literal["nowait", "memory", "thread"]
-"""How a copy is read: `nowait` inline unless the kernel would have to wait for the disk, `memory` inline, `thread` in a thread."""
+"""How a copy is read:
+
+`nowait` inline unless the kernel would have to wait for the disk, `memory` inline, `thread` in a thread.
+"""
 
 BLOCK = 4096  # bytes; what a file system rounds a file up to, for reservations (accounting uses st_blocks)
 SCAN_BATCH = 2000  # names taken over at once while the tier is scanned
@@ -64,7 +68,10 @@ def parse_name(name: str) -> tuple[FileKey, int | None] | None:
 
 @dataclass(slots=True)
 class Copy:
-    """A complete copy. `digest` is in its name; `allocated` is bytes of disk; `temp` is its name in tmp/ until it is published."""
+    """A complete copy.
+
+    `digest` is in its name; `allocated` is bytes of disk; `temp` is its name in tmp/ until it is published.
+    """
 
     digest: int
     allocated: int
@@ -139,7 +146,10 @@ class Store:
         return self._trouble[0] if self._trouble else "ok"
 
     async def scan(self) -> None:
-        """Take over the copies of earlier daemons, and remove what they left unfinished. Ends with `scanned`, whatever happens."""
+        """Take over the copies of earlier daemons, and remove what they left unfinished.
+
+        Ends with `scanned`, whatever happens.
+        """
         try:
             self._used += await trio.to_thread.run_sync(self._scan)
         except OSError as exc:
@@ -190,7 +200,10 @@ class Store:
     # ---- space
 
     def reserve(self, size: int) -> "Reservation | None":
-        """Promise `size` bytes (rounded up to blocks) to a fill. None if they are not there, or the tier is out of service."""
+        """Promise `size` bytes (rounded up to blocks) to a fill.
+
+        None if they are not there, or the tier is out of service.
+        """
         size = -(-size // BLOCK) * BLOCK
         if self._trouble and self._clock.monotonic() < self._trouble[1]:
             return None
@@ -201,7 +214,10 @@ class Store:
         return Reservation(self, size)
 
     def report(self, exc: BaseException | None) -> None:
-        """An operation on this tier failed with `exc`: fills leave it alone for a while. `statistics` shows it until one works."""
+        """An operation on this tier failed with `exc`:
+
+        fills leave it alone for a while. `statistics` shows it until one works.
+        """
         is_full = isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT)
         state = "full" if is_full else f"failing: {getattr(exc, 'strerror', None) or exc}"
         self._trouble = (state, self._clock.monotonic() + RETRY_AFTER)
@@ -242,7 +258,10 @@ class Store:
             return os.fstat(temp.descriptor.fd).st_blocks * 512
 
     def write_sums(self, key: FileKey, sums: bytes) -> None:
-        """Put the digests of a copy's pieces into place, which must come before its `publish`. Blocks. Raises TierUnavailable."""
+        """Put the digests of a copy's pieces into place, which must come before its `publish`.
+
+        Blocks. Raises TierUnavailable.
+        """
         name = sums_name(key)
         with self._faults():
             fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=self._folder.tmp_fd)
@@ -324,7 +343,10 @@ class Store:
         return self._folder.objects_fd, copy_name(key, copy.digest)
 
     def evict(self, key: FileKey) -> bool:
-        """Give up the copy of a key. False if it is pinned, or not here. The caller drops descriptors of it that it keeps."""
+        """Give up the copy of a key.
+
+        False if it is pinned, or not here. The caller drops descriptors of it that it keeps.
+        """
         if key in self._pins or key not in self._copies:
             return False
         self.discard(key)
@@ -335,7 +357,8 @@ class Store:
         copy = self._copies[key]
         dir_fd, name = self._location(key, copy)
         self._forget(key)
-        # The copy goes first: a `.sums` without a copy is rubbish that a scan removes, the reverse would be a copy without proof.
+        # The copy goes first: a `.sums` without a copy is rubbish that a scan removes, the reverse would be a copy
+        # without proof.
         for path, fd in ((name, dir_fd), (sums_name(key), self._folder.objects_fd)):
             with contextlib.suppress(OSError):
                 os.unlink(path, dir_fd=fd)

@@ -1,7 +1,8 @@
 """Blocking calls in threads, bounded, and visible while they last.
 
-A call to the source can take as long as the source likes. So each pool has its own limit (metadata never queues behind data), a
-cancelled caller does not wait for its thread, and `waiting()` names every call that is under way, for `dmfs status`.
+A call to the source can take as long as the source likes. So each pool has its own limit (metadata never queues
+behind data), a cancelled caller does not wait for its thread, and `waiting()` names every call that is under way, for
+`dmfs status`.
 """
 
 import itertools
@@ -32,8 +33,8 @@ class CallThreads:
     async def run(self, path: bytes, function: Callable[..., T], *args: object) -> T:
         """Run `function(*args)` in a thread and return what it returns.
 
-        A cancelled caller leaves at once; the call itself goes on and its result is dropped, so `function` must not hand out
-        anything that has to be closed by hand.
+        A cancelled caller leaves at once; the call itself goes on and its result is dropped, so `function` must not
+        hand out anything that has to be closed by hand.
         """
         call = next(self._ids)
         self._calls[call] = (path, self._clock.monotonic())

@@ -292,7 +292,7 @@ class SourceAndView(RuleBasedStateMachine):
             outcome = exc
         assert self._may_read(handle, offset, length, outcome), (
             f"a handle of version {handle.version} of {len(handle.inode.versions)}, read at {offset} for {length}, "
-            f"gave {_short(outcome)}; versions there: {[_short(v[offset : offset + length]) for v in handle.inode.versions]}"
+            f"gave {_short(outcome)}; versions: {[_short(v[offset : offset + length]) for v in handle.inode.versions]}"
         )
 
     @precondition(lambda self: self.handles)

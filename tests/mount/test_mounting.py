@@ -1,4 +1,4 @@
-"""Mounting and unmounting for real, as root and as an ordinary user, over a file system of one file served by a thread."""
+"""Mounting and unmounting for real, as root and as an ordinary user, a file system of one file served by a thread."""
 
 import contextlib
 import errno
@@ -9,6 +9,7 @@ import select
 import shutil
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -21,10 +22,10 @@ import pytest
 
 from dmfs.errors import FuseUnavailable, MountpointError
 from dmfs.fuse import abi, mounting
-from dmfs.types import pack_attributes
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
+ATTRIBUTES = struct.Struct("=QQQqqqIIIIIIIIII")  # struct fuse_attr
 NAMES = ["dmfs:/lustre/plain", "dmfs:/a b,c\\d", "new\nline#tab\t", "caf\udce9 \\054", "ends in \\"]
 
 
@@ -40,15 +41,18 @@ class TinyServer:
         assert self.is_ready.wait(10)
 
     def _run(self) -> None:
-        while True:
-            select.select([self.fd], [], [])
-            try:
-                self._answer(os.read(self.fd, abi.FUSE_MIN_READ_BUFFER))
-            except OSError as exc:
-                if exc.errno == errno.ENODEV:
-                    return
-                if exc.errno not in (errno.EAGAIN, errno.ENOENT, errno.EINTR):
-                    raise
+        try:
+            while True:
+                select.select([self.fd], [], [])
+                try:
+                    self._answer(os.read(self.fd, abi.FUSE_MIN_READ_BUFFER))
+                except OSError as exc:
+                    if exc.errno == errno.ENODEV:
+                        return
+                    if exc.errno not in (errno.EAGAIN, errno.ENOENT, errno.EINTR):
+                        raise
+        finally:
+            os.close(self.fd)  # or a fault here would hang the test
 
     def _answer(self, message: bytes) -> None:
         _, opcode, unique, node, *_ = abi.IN_HEADER.unpack_from(message)
@@ -87,7 +91,7 @@ class TinyServer:
     @staticmethod
     def _attributes(node: int) -> bytes:
         mode = stat.S_IFDIR | 0o755 if node == 1 else stat.S_IFREG | 0o644
-        return pack_attributes(os.stat_result((mode, node, 0, 1, os.getuid(), os.getgid(), 4096, 0, 0, 0)))
+        return ATTRIBUTES.pack(node, 4096, 8, 0, 0, 0, 0, 0, 0, mode, 1, os.getuid(), os.getgid(), 0, 4096, 0)
 
 
 @pytest.fixture
@@ -169,7 +173,6 @@ def test_mount_and_unmount_as_root(mountpoint: str, fsname: str) -> None:
     assert mounting.find_mount(mountpoint) is None
     server.thread.join(10)
     assert not server.thread.is_alive()
-    os.close(server.fd)
 
 
 @pytest.mark.usefixtures("open_fuse_device")
@@ -301,7 +304,7 @@ _mapping: mmap.mmap
 @contextlib.contextmanager
 def holder(hold: Callable[[str], None], mountpoint: str) -> Iterator[int]:
     """A process that holds something of the mount; yields its pid."""
-    code = f"import sys; from tests.mount.test_mounting import *; from tests.mount import test_mounting as t\n"
+    code = "import sys; from tests.mount.test_mounting import *; from tests.mount import test_mounting as t\n"
     code += f"t.{hold.__name__}(sys.argv[1]); print('holding', flush=True); sys.stdin.read()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, mountpoint], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -415,7 +418,7 @@ def test_a_hanging_mount_is_not_dead(mountpoint: str) -> None:
 
 def test_device_missing(mountpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mounting, "DEVICE", "/dev/no-such-fuse")
-    with pytest.raises(FuseUnavailable, match="/dev/no-such-fuse cannot be opened.*modprobe fuse"):
+    with pytest.raises(FuseUnavailable, match=r"/dev/no-such-fuse cannot be opened.*modprobe fuse"):
         mounting.mount(mountpoint, fsname="x", allow_other=False)
 
 
@@ -479,7 +482,10 @@ def test_allow_other_not_permitted(folder: Path, mountpoint: str) -> None:
     conf = folder / "fuse.conf"
     conf.write_text("#user_allow_other\nmount_max = 10\n")
     point_to = f"mounting.FUSE_CONF = {str(conf)!r}\n"
-    as_nobody(point_to + expect("FuseUnavailable", f"{conf}", allow_other=True), mountpoint=mountpoint)
+    as_nobody(
+        point_to + expect("FuseUnavailable", "user_allow_other into /etc/fuse.conf", allow_other=True),
+        mountpoint=mountpoint,
+    )
     as_nobody(
         "mounting.FUSE_CONF = '/nonexistent'" + expect("FuseUnavailable", "user_allow_other", allow_other=True),
         mountpoint=mountpoint,

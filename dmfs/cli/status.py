@@ -1,0 +1,93 @@
+"""`dmfs status`: what is mounted and what it does, from the daemons' control sockets. Never looks into a mount.
+
+Light on purpose: rich is loaded by table.py for a table alone, and nothing here imports trio or pydantic.
+"""
+
+import json
+import shlex
+import threading
+from typing import Any
+
+import click
+
+from dmfs import runtime
+from dmfs.cli import client
+from dmfs.cli.paths import real_mountpoint
+from dmfs.errors import DaemonUnresponsive, NotMounted
+
+ANSWER_TIMEOUT = (
+    1.5  # seconds for one daemon; all are asked at the same time, and the whole command is to take under two
+)
+
+
+@click.command("status")
+@click.argument("mountpoint", required=False)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON: an object with MOUNTPOINT, without it a list of them."
+)
+def command(mountpoint: str | None, as_json: bool) -> None:
+    """Show all your mounts of dmfs on this node, or the one at MOUNTPOINT.
+
+    Counters are since the daemon's start. What the kernel's page cache serves
+    is not seen. Works while a mount hangs.
+
+    \b
+    Examples:
+      dmfs status
+      dmfs status /tmp/imagenet --json
+    """
+    if mountpoint is None:
+        answers = _ask_all(runtime.records())
+    else:
+        path = real_mountpoint(mountpoint)
+        record = runtime.find(path)
+        if record is None:
+            raise NotMounted(_describe_missing(path))
+        answers = [_ask(record)]
+    if as_json:
+        click.echo(json.dumps(answers if mountpoint is None else answers[0], indent=2))
+    elif not answers:
+        click.echo("No dmfs mounts of this user on this node.")
+    else:
+        from dmfs.cli import table  # rich
+
+        table.show(answers)
+
+
+def _ask(record: runtime.MountRecord) -> dict[str, Any]:
+    try:
+        return client.ask(record, {"op": "status"}, timeout=ANSWER_TIMEOUT)
+    except DaemonUnresponsive:
+        return {
+            "mountpoint": record.mountpoint,
+            "source": {"path": record.source},
+            "pid": record.pid,
+            "state": "unresponsive",
+        }
+
+
+def _ask_all(records: list[runtime.MountRecord]) -> list[dict[str, Any]]:
+    """The answers in the order of `records`."""
+    answers: dict[str, dict[str, Any]] = {}
+
+    def ask(record: runtime.MountRecord) -> None:
+        answers[record.mountpoint] = _ask(record)
+
+    threads = [threading.Thread(target=ask, args=(record,)) for record in records]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [answers[record.mountpoint] for record in records if record.mountpoint in answers]
+
+
+def _describe_missing(path: str) -> str:
+    from dmfs.fuse import mounting  # for this sentence only
+
+    found = mounting.find_mount(path)
+    if found is not None and found.fs_type == "fuse.dmfs":
+        return (
+            f"{path} is a mount of dmfs, but no daemon of this user serves it: "
+            f"unmount it with: dmfs umount {shlex.quote(path)}"
+        )
+    return f"{path} is not mounted by dmfs: dmfs status lists the mounts of this user"
