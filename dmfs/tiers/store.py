@@ -151,7 +151,8 @@ class Store:
         Ends with `scanned`, whatever happens.
         """
         try:
-            self._used += await trio.to_thread.run_sync(self._scan)
+            others = await trio.to_thread.run_sync(self._scan)
+            self._used += others  # not in one line: `+=` would take the old value before it waits
         except OSError as exc:
             self.report(exc)
         finally:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from dmfs.fuse.kernel import KernelSession
 
 from dmfs import errors, log
 from dmfs.fuse import mounting
+from dmfs.fuse.kernel import KernelSession
 from dmfs.fuse.portable import PortableSession
 from tests.operations.fake_operations import FakeOperations, Rule
 from tests.support.files import content
@@ -190,6 +190,7 @@ class Served:
         with self.log_path.open("wb") as log_file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.mount.front_end_runner", front_end, str(self.view)],
+                bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
@@ -202,7 +203,6 @@ class Served:
         """Order something and return the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": command, **arguments}).encode() + b"\n")
-        self.process.stdin.flush()
         return self._read_line()["answer"]
 
     @contextmanager

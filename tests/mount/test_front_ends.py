@@ -175,12 +175,21 @@ def test_every_exception_becomes_an_errno_and_the_mount_lives_on(front: Served, 
     act(front.view, lambda: None)
 
 
-@pytest.mark.parametrize("method", ["release", "releasedir", "forget", "known_entry", "advise_attributes"])
+SILENT = {
+    "release": "file",
+    "forget": "file",
+    "releasedir": "many",
+    "known_entry": "00003-xxx",  # in the middle of a reply, when references have been counted already
+    "advise_attributes": "many",
+}
+
+
+@pytest.mark.parametrize("method", SILENT)
 def test_a_surprise_where_no_reader_waits_for_an_answer_is_counted(front: Served, method: str) -> None:
     if method == "forget" and os.geteuid() != 0:
         pytest.skip("only root can drop the kernel's dentries")
     before = front.state()["surprises"]
-    front.do("rule", method=method, exception="RuntimeError")
+    front.do("rule", method=method, exception="RuntimeError", subject=SILENT[method])
 
     def is_counted() -> bool:
         if method == "release":
@@ -189,9 +198,10 @@ def test_a_surprise_where_no_reader_waits_for_an_answer_is_counted(front: Served
             do_lookup(front.view, lambda: None)
             drop_dentries()
         else:
-            drop_pages(front.view / "dir")
+            drop_pages(front.view / "many")
             with suppress(OSError):  # whether a listing can do without is up to the front end
-                os.listdir(front.view / "dir")
+                for entry in os.scandir(front.view / "many"):
+                    entry.stat()  # which makes the kernel ask for attributes in the whole listing
         return bool(front.state()["surprises"] > before)
 
     wait_until(is_counted, 10, f"the exception of {method} is counted")
@@ -255,19 +265,16 @@ def test_a_call_that_waits_does_not_block_others(front: Served, threads: ThreadP
 
 
 def test_readers_of_many_files_wait_at_once(front: Served, threads: ThreadPoolExecutor) -> None:
-    """Hung reads must not keep others from the source. libfuse leaves the kernel's limit at 12 (a deviation)."""
-    names = [f"hung{number}" for number in range(16)]
+    """Hung reads must not keep others out: the kernel's own limit of readahead requests under way is 12."""
+    names = [f"hung{number}" for number in range(20)]
     for name in names:
-        front.do("add_file", path=name, text=name)
+        front.do("add_file", path=name, text=name * 2000)
     front.do("decline", method="read_nowait")
     front.do("rule", method="read", waits=True)
     readers = [threads.submit((front.view / name).read_bytes) for name in names]
-    limit = 12 if front.front_end == "pyfuse3" else len(names)
-    wait_until(lambda: len(front.state()["held"]) == limit, 10, f"{limit} reads are held")
-    os.stat(front.view / "other")
-    assert len(front.state()["held"]) == limit
+    wait_until(lambda: len(front.state()["held"]) == len(names), 10, "all reads are held")
     front.do("reset")
-    assert [reader.result(10) for reader in readers] == [name.encode() for name in names]
+    assert [reader.result(10) for reader in readers] == [name.encode() * 2000 for name in names]
 
 
 READER = """
@@ -300,7 +307,7 @@ def test_a_signal_ends_a_waiting_call_with_eintr(front: Served, method: str, nam
     drop_pages(front.view / "dir")
     front.do("decline", method=f"{method}_nowait")
     front.do("rule", method=method, waits=True, subject=name)
-    with start_reader(call, front.view / name) as reader:
+    with start_reader(call, front.view / name.strip("/")) as reader:
         front.wait_held(method, name)
         reader.send_signal(signal.SIGUSR1)
         if front.front_end == "pyfuse3":
@@ -497,7 +504,6 @@ def test_a_mount_that_fails_says_why(front_end: str, tmp_path: Path) -> None:
 def test_the_fake_has_the_interface_of_operations() -> None:
     names = [name for name, _ in inspect.getmembers(FakeOperations, inspect.isfunction) if not name.startswith("_")]
     shared = [name for name in names if not name.startswith(("add_", "remove", "let_go", "reset"))]
-    assert len(shared) > 20
     for name in shared:
         real, fake = getattr(Operations, name), getattr(FakeOperations, name)
         assert list(inspect.signature(real).parameters) == list(inspect.signature(fake).parameters), name
