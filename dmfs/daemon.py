@@ -40,9 +40,7 @@ logger = logging.getLogger("dmfs")
 
 SOURCE_ANSWER_LIMIT = 30.0  # seconds a mount waits for the source's first answer
 READAHEAD_KIB = 512  # doubles cold streaming against the kernel's 128; more adds little, and costs random reads of maps
-SWITCH_INTERVAL = (
-    0.0005  # seconds a thread may keep the interpreter from the event loop; Python's own is ten times that
-)
+SWITCH_INTERVAL = 0.0005  # seconds a thread may keep the interpreter from the event loop; Python's own is 0.005
 MAX_WAITING = 32  # calls to the source that `dmfs status` names
 
 

@@ -1,5 +1,6 @@
 """The status of mounts as tables for people: 80 columns wide and without colours where the output is no terminal."""
 
+import shutil
 import sys
 import time
 from typing import Any
@@ -11,15 +12,16 @@ from rich.text import Text
 
 from dmfs.cli.output import amount, duration, printable
 
-WIDTH = 80  # columns where nobody says how wide the paper is
+WIDTH = 80  # columns at least, and where nobody says how wide the paper is
 MAX_LINES = 8  # waiting calls and errors shown; --json has them all
 _GOOD = {"mounted", "ok"}
 
 
 def show(mounts: list[dict[str, Any]]) -> None:
     """Print the statuses of mounts, as `dmfs status --json` gives them."""
-    is_terminal = sys.stdout.isatty()
-    console = Console(width=None if is_terminal else WIDTH, highlight=False, soft_wrap=False)
+    # In a narrower terminal lines wrap, which is better than numbers cut off.
+    width = max(WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
+    console = Console(width=width, highlight=False, soft_wrap=False)
     with console.capture() as capture:
         for index, mount in enumerate(mounts):
             if index:

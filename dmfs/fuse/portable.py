@@ -280,15 +280,15 @@ class _Handlers(_LibraryOperations):
 
     @_guarded
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        replied: list[int] = []
+        told: list[int] = []  # numbers in this reply on which a reference is counted
         try:
-            await self._list(fh, start_id, token, replied)
+            await self._list(fh, start_id, token, told)
         except BaseException:
-            for number in replied:  # the kernel gets no part of this reply
+            for number in told:  # the kernel gets no part of this reply
                 self._forget(number, 1)
             raise
 
-    async def _list(self, handle: int, index: int, token: pyfuse3.ReaddirToken, replied: list[int]) -> None:
+    async def _list(self, handle: int, index: int, token: pyfuse3.ReaddirToken, told: list[int]) -> None:
         while True:
             names = self._operations.readdir_nowait(handle, index, LISTING_STEP)
             if names is None:
@@ -298,29 +298,33 @@ class _Handlers(_LibraryOperations):
             self._operations.advise_attributes(handle, index)
             for name in names:
                 index += 1
-                entry = await self._listed(handle, name)
-                if entry is None:
-                    continue
-                replied.append(entry.st_ino)
+                found = await self._listed(handle, name)
+                if isinstance(found, Entry):
+                    if not found.node:  # removed since
+                        continue
+                    entry = self._counted(found)
+                    told.append(entry.st_ino)
+                else:
+                    entry = _only_listed(found, name.type)
                 if not pyfuse3.readdir_reply(token, name.name, entry, index):
-                    self._forget(replied.pop(), 1)
+                    if isinstance(found, Entry):
+                        self._forget(told.pop(), 1)
                     return
 
-    async def _listed(self, handle: int, name: DirEntry) -> pyfuse3.EntryAttributes | None:
-        """The entry of one listed name with a reference counted, or None if it was removed since."""
+    async def _listed(self, handle: int, name: DirEntry) -> Entry | int:
+        """The entry of a listed name; for one without an entry the number to show."""
         directory = self._directories[handle]
         if name.name in (b".", b".."):  # the kernel takes number and type, and no reference
-            return _only_listed(directory if name.name == b"." else name.ino, name.type)
+            return directory if name.name == b"." else name.ino
         parent = self._numbers.node(directory)
         try:
-            found = (
+            return (
                 self._operations.known_entry(handle, name.name)
                 or self._operations.lookup_nowait(parent, name.name)
                 or await self._operations.lookup(parent, name.name)
             )
         except OSError:  # as natively: the name is shown, and a stat of it says what is wrong
-            return _only_listed(self._numbers.substitute(), name.type)
-        return self._counted(found) if found.node else None
+            return self._numbers.substitute()
 
     def _counted(self, found: Entry) -> pyfuse3.EntryAttributes:
         number = self._numbers.count(found.node, unpack_attributes(found.attributes).ino)

@@ -7,6 +7,7 @@ finished copy by `manager`.
 Threads do the blocking work on their own references; all state changes in the event loop.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -245,7 +246,7 @@ class Fill:
                 self._temp = await data.run(self.file.path, self.store.create, self.file.key, self.file.version.size)
         descriptor = self._source.kept(self.file.key)
         assert descriptor is not None
-        calls, self._digests[piece] = await data.run(
+        calls, self._digests[piece], _ = await data.run(
             self.file.path, self._copy_in_thread, piece, descriptor, self._temp
         )
         self._source.count_reads(calls, self.piece_length(piece))
@@ -282,19 +283,22 @@ class Fill:
         """Bytes of a piece: all are PIECE_SIZE but the last."""
         return min(PIECE_SIZE, self.file.version.size - piece * PIECE_SIZE)
 
-    def _copy_in_thread(self, piece: int, descriptor: Descriptor, temp: TempFile) -> tuple[int, int]:
-        """Returns (read calls, digest)."""
-        buffer = _buffers.pop() if _buffers else bytearray(PIECE_SIZE)
+    def _copy_in_thread(self, piece: int, descriptor: Descriptor, temp: TempFile) -> tuple[int, int, bool]:
+        """Returns (read calls, digest, whether the version is still the source's)."""
+        try:
+            buffer = _buffers.pop()
+        except IndexError:
+            buffer = bytearray(PIECE_SIZE)
         try:
             length = self.piece_length(piece)
             view = memoryview(buffer)[:length]
             offset = piece * PIECE_SIZE
-            calls = self._source.read_into(descriptor, self.file, offset, view)
+            calls, is_current = self._source.read_into(descriptor, self.file, offset, view)
             digest: int = xxhash.xxh3_64_intdigest(view)
             # A piece of zeros is left as the hole it is. The digest asks cheaply, the bytes decide.
             if digest != _ZERO_DIGEST or length != PIECE_SIZE or buffer != _ZEROS:
                 self.store.write(temp, view, offset)
-            return calls, digest
+            return calls, digest, is_current
         finally:
             _buffers.append(buffer)
 
@@ -310,11 +314,9 @@ class Fill:
                 raise
         temp = self.store.create(self.file.key, self.file.version.size)
         try:
-            calls, digest = self._copy_in_thread(0, descriptor, temp)
-            try:
-                self._source.check_version(descriptor, self.file, strict=True)
-            except StaleFile:
-                return calls, temp, None  # unlinked meanwhile: right for those who have it open, and for nobody else
+            calls, digest, is_current = self._copy_in_thread(0, descriptor, temp)
+            if not is_current:
+                return calls, temp, None
             allocated = self.store.allocated(temp)
             if publish:
                 self.store.publish(self.file.key, digest, temp.name)
@@ -324,7 +326,8 @@ class Fill:
             raise
 
     def _finish_in_thread(self, descriptor: Descriptor, temp: TempFile, publish: bool) -> Finished:
-        self._source.check_version(descriptor, self.file, strict=True)
+        if not self._source.check_version(descriptor, self.file):
+            raise StaleFile(f"{os.fsdecode(self.file.path)} was removed at the source")
         allocated = self.store.allocated(temp)
         sums = b"".join(digest.to_bytes(8, "little") for digest in self._digests)
         digest: int = xxhash.xxh3_64_intdigest(sums)

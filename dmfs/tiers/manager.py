@@ -128,8 +128,7 @@ class Manager:
             StaleFile: the source has another version now.
             OSError: the source's own, if it refused to open the file. An error in reading is left to the read.
         """
-        for store in self.stores:
-            await store.scanned.wait()
+        await self._wait_scanned()
         if self.open_nowait(file):
             return
         self._pin(file.key)
@@ -161,6 +160,12 @@ class Manager:
             self.source.close(key)
         elif not fill.is_wanted_whole or not fill.has_started:
             self._drop(fill)
+
+    async def _wait_scanned(self) -> None:
+        """A miss is one only when every copy that was left here is known."""
+        for store in self.stores:
+            if not store.scanned.is_set():  # waiting for what has come costs a turn of the event loop
+                await store.scanned.wait()
 
     def _pin(self, key: FileKey) -> None:
         self._users[key] = self._users.get(key, 0) + 1
@@ -199,8 +204,7 @@ class Manager:
             StaleFile: these bytes are of a version that is not to be had any more.
             OSError: the source's own.
         """
-        for store in self.stores:
-            await store.scanned.wait()
+        await self._wait_scanned()
         for _ in range(len(self.stores) + 1):
             if await self._read_copy(file, view, offset):
                 self._count(self._metrics.local, view)
@@ -297,7 +301,7 @@ class Manager:
         descriptor = self.source.kept(file.key)
         assert descriptor is not None
         try:
-            calls = await self.source.data.run(file.path, self.source.read_into, descriptor, file, offset, view)
+            calls, _ = await self.source.data.run(file.path, self.source.read_into, descriptor, file, offset, view)
         except StaleFile:
             self.source.close(file.key)
             self.on_changed(file)

@@ -169,37 +169,39 @@ class Source:
             return False
         return self._version_from == "mtime" or st.ctime_ns == file.version.ctime_ns
 
-    def check_version(self, descriptor: Descriptor, file: DataFile, *, strict: bool = False) -> None:
-        """Raise StaleFile unless the open file still is the version meant. Blocks.
+    def check_version(self, descriptor: Descriptor, file: DataFile) -> bool:
+        """Raise StaleFile unless the open file still has the bytes of the version meant. Blocks.
 
-        A file that was unlinked or replaced by rename while it is open keeps its bytes, and only its ctime tells:
-        readers go on with it, as they would natively. `strict` refuses that too, for publishing a copy.
+        Returns:
+            True if it is that version to the last time stamp. False if only its ctime differs because it was unlinked or
+            replaced by rename while it was open: it keeps its bytes, readers go on as they would natively, but there is
+            nobody left to publish it for.
         """
         st = os.fstat(descriptor.fd)
-        if not stat.S_ISREG(st.st_mode) or st.st_size != file.version.size or st.st_mtime_ns != file.version.mtime_ns:
-            raise StaleFile(f"{os.fsdecode(file.path)} has changed at the source")
-        is_same_ctime = self._version_from == "mtime" or st.st_ctime_ns == file.version.ctime_ns
-        if not is_same_ctime and (strict or st.st_nlink > 0):
-            raise StaleFile(f"{os.fsdecode(file.path)} has changed at the source")
+        if st.st_size == file.version.size and st.st_mtime_ns == file.version.mtime_ns and stat.S_ISREG(st.st_mode):
+            if st.st_ctime_ns == file.version.ctime_ns or self._version_from == "mtime":
+                return True
+            if st.st_nlink == 0:
+                return False
+        raise StaleFile(f"{os.fsdecode(file.path)} has changed at the source")
 
-    def read_into(self, descriptor: Descriptor, file: DataFile, offset: int, view: memoryview) -> int:
+    def read_into(self, descriptor: Descriptor, file: DataFile, offset: int, view: memoryview) -> tuple[int, bool]:
         """Fill `view` with the bytes at `offset`, and check afterwards that they are of the version meant. Blocks.
 
         Returns:
-            How many calls that took; give it to `count_reads`.
+            How many calls that took, for `count_reads`, and what `check_version` said.
 
         Raises:
             StaleFile: the file ended early or changed meanwhile; nothing in `view` may be used.
         """
         done = calls = 0
         while done < len(view):
-            count = os.preadv(descriptor.fd, [view[done:]], offset + done)
+            count = os.preadv(descriptor.fd, [view[done:] if done else view], offset + done)
             calls += 1
             if count == 0:
                 raise StaleFile(f"{os.fsdecode(file.path)} has become shorter at the source")
             done += count
-        self.check_version(descriptor, file)
-        return calls
+        return calls, self.check_version(descriptor, file)
 
     def count_open(self) -> None:
         """Count an `open_file`; only in the event loop."""

@@ -28,7 +28,7 @@ from dmfs.errors import CopyDamaged, TierUnavailable
 from dmfs.tiers.descriptors import Descriptor
 from dmfs.tiers.folder import OBJECTS, DatasetFolder
 from dmfs.tiers.nowait import open_cached
-from dmfs.types import PIECE_SIZE, Clock, FileKey, hex_key
+from dmfs.types import PIECE_SIZE, Clock, GiB, FileKey, hex_key
 
 ReadMode = Literal["nowait", "memory", "thread"]
 """How a copy is read:
@@ -39,6 +39,8 @@ ReadMode = Literal["nowait", "memory", "thread"]
 BLOCK = 4096  # bytes; what a file system rounds a file up to, for reservations (accounting uses st_blocks)
 SCAN_BATCH = 2000  # names taken over at once while the tier is scanned
 RETRY_AFTER = 1.0  # seconds a tier that was full or failed is left alone before a fill tries it again
+PLENTY = 4 * GiB  # bytes to spare that nobody fills up within PLENTY_FOR
+PLENTY_FOR = 0.2  # seconds
 KEY_DIGITS = 32
 DIGEST_DIGITS = 16
 
@@ -111,6 +113,7 @@ class Store:
         self._used = 0  # bytes allocated by copies, published or not, of all datasets
         self._reserved = 0  # bytes promised to running fills
         self._unwritten = 0  # of these, bytes not on the disk yet
+        self._plenty_until = 0.0  # until when the free space of the file system need not be looked at
         self._trouble: tuple[str, float] | None = None  # what is wrong, and when to try again
         self._temp_ids = itertools.count()
 
@@ -231,20 +234,31 @@ class Store:
     # ---- a copy on its way
 
     def create(self, key: FileKey, size: int) -> TempFile:
-        """A temporary file of `size` bytes (a hole, to be written). Blocks. Raises TierUnavailable."""
+        """A temporary file for `size` bytes, to be written. Blocks. Raises TierUnavailable."""
         with self._faults():
-            fs = os.fstatvfs(self._folder.tmp_fd)
-            if fs.f_bavail * fs.f_frsize - self._unwritten < self._min_free:
-                raise OSError(errno.ENOSPC, "less free space than min_free")
+            self._check_free()
             name = f"{hex_key(key)}.{next(self._temp_ids)}"
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._folder.tmp_fd)
             temp = TempFile(name, Descriptor(fd))
-            try:
-                os.ftruncate(fd, size)
-            except OSError:
-                self.remove_temp(name)
-                raise
+            if size >= PIECE_SIZE:  # a smaller file is written in one go; this one may end in a hole
+                try:
+                    os.ftruncate(fd, size)
+                except OSError:
+                    self.remove_temp(name)
+                    raise
             return temp
+
+    def _check_free(self) -> None:
+        """Raise OSError if the file system has less than `min_free` to spare. Where there is plenty, looks seldom."""
+        now = self._clock.monotonic()
+        if now < self._plenty_until:
+            return
+        fs = os.fstatvfs(self._folder.tmp_fd)
+        spare = fs.f_bavail * fs.f_frsize - self._unwritten - self._min_free
+        if spare < 0:
+            raise OSError(errno.ENOSPC, "less free space than min_free")
+        if spare > PLENTY:
+            self._plenty_until = now + PLENTY_FOR
 
     def write(self, temp: TempFile, view: memoryview, offset: int) -> None:
         """Write all of `view`. Blocks. Raises TierUnavailable."""

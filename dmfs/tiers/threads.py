@@ -16,6 +16,24 @@ from dmfs.types import Clock
 T = TypeVar("T")
 
 
+class _Places:
+    """A limit of threads for trio.to_thread: like trio.CapacityLimiter, but a free place costs no turn of the event loop."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting = trio.lowlevel.ParkingLot()
+
+    async def acquire_on_behalf_of(self, borrower: object) -> None:
+        if self._free:
+            self._free -= 1
+        else:
+            await self._waiting.park()  # woken by `release`, which leaves its place to this one
+
+    def release_on_behalf_of(self, borrower: object) -> None:
+        if not self._waiting.unpark():
+            self._free += 1
+
+
 class CallThreads:
     """A bounded set of threads for blocking calls.
 
@@ -25,7 +43,7 @@ class CallThreads:
 
     def __init__(self, limit: int, clock: Clock) -> None:
         self.limit = limit
-        self._limiter = trio.CapacityLimiter(limit)
+        self._places = _Places(limit)
         self._clock = clock
         self._calls: dict[int, tuple[bytes, float]] = {}
         self._ids = itertools.count()
@@ -49,7 +67,12 @@ class CallThreads:
                 del self._calls[call]
 
         try:
-            return await trio.to_thread.run_sync(run_in_thread, abandon_on_cancel=True, limiter=self._limiter)
+            return await trio.to_thread.run_sync(
+                run_in_thread,
+                thread_name="dmfs",  # the same for all, or each call would rename its thread
+                abandon_on_cancel=True,
+                limiter=self._places,  # type: ignore[arg-type]  # documented: anything with these two methods
+            )
         finally:
             if not is_started:
                 self._calls.pop(call, None)

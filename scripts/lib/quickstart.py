@@ -23,7 +23,7 @@ from scripts.lib import dataset
 from scripts.lib.dataset import Sample, total_bytes
 from scripts.lib.mounts import DmfsMount, MountFailed, interrupt_once
 from scripts.lib.readers import Epoch, ReaderPool, ReadError, shuffled
-from scripts.lib.slowfs_client import SlowFs
+from scripts.lib.slowfs_client import SlowFs, SlowFsError
 
 IMAGES = 1000
 SHARDS = 4
@@ -190,7 +190,7 @@ def main(keep: bool) -> None:
     work = Path(tempfile.mkdtemp(prefix="dmfs-quickstart-")).resolve()
     try:
         is_right = run(console, work, keep=keep)
-    except (MountFailed, ReadError, Damaged) as exc:
+    except (MountFailed, SlowFsError, ReadError, Damaged) as exc:
         console.print(f"[bold red]failed:[/] {exc}", highlight=False)
         is_right = False
     except KeyboardInterrupt:

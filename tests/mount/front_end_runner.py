@@ -118,7 +118,7 @@ class Commands:
         return {
             "held": [[method, name.decode()] for method, name in fake.held],
             "cancelled": [[method, name.decode()] for method, name in fake.cancelled],
-            "references": sum(fake.references.values()),
+            "references": {fake.nodes[node].name.decode(): count for node, count in fake.references.items() if count},
             "handles": len(fake.handles),
             "directory_handles": len(fake.directory_handles),
             "misuse": fake.misuse,

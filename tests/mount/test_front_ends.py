@@ -198,10 +198,12 @@ def test_a_surprise_where_no_reader_waits_for_an_answer_is_counted(front: Served
             do_lookup(front.view, lambda: None)
             drop_dentries()
         else:
+            front.do("ttl", seconds=60)
             drop_pages(front.view / "many")
-            with suppress(OSError):  # whether a listing can do without is up to the front end
-                for entry in os.scandir(front.view / "many"):
-                    entry.stat()  # which makes the kernel ask for attributes in the whole listing
+            with suppress(OSError), os.scandir(front.view / "many") as entries:  # may fail: nothing is said of that
+                for entry in entries:
+                    entry.stat()  # makes the kernel go on asking for attributes
+            front.do("ttl", seconds=0)
         return bool(front.state()["surprises"] > before)
 
     wait_until(is_counted, 10, f"the exception of {method} is counted")
@@ -314,7 +316,7 @@ def test_a_signal_ends_a_waiting_call_with_eintr(front: Served, method: str, nam
             os.stat(front.view / "other")  # answered after INTERRUPT was read
             assert [method, name] in front.state()["held"]
             assert reader.poll() is None
-            front.do("let_go")
+            front.do("reset")
         expected = 0 if front.front_end == "pyfuse3" else errno.EINTR
         assert reader.communicate(timeout=10)[0].strip() == str(expected)
     wait_until(lambda: front.state()["held"] == [], 10, f"{method} has ended")
@@ -463,11 +465,11 @@ def test_look_ups_and_forgets_balance(front: Served) -> None:
     for folder, _, names in os.walk(front.view):
         for name in names:
             os.lstat(os.path.join(folder, name))
-    assert front.state()["references"] >= LIST_LENGTH
+    assert len(front.state()["references"]) >= LIST_LENGTH
 
     def all_forgotten() -> bool:
         drop_dentries()
-        return bool(front.state()["references"] == 0)
+        return front.state()["references"] == {}
 
     wait_until(all_forgotten, 10, "the kernel has given all references back")
     do_read(front.view, lambda: None)
@@ -487,7 +489,7 @@ def test_unmounting_ends_the_session_and_gives_everything_back(served: Served) -
         state: dict[str, Any] = served.unmount()
     assert (state["handles"], state["directory_handles"], state["misuse"]) == (0, 0, [])
     if served.front_end == "pyfuse3":
-        assert state["references"] == 0
+        assert state["references"] == {}
 
 
 @pytest.mark.parametrize("front_end", ["pyfuse3"])

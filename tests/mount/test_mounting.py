@@ -22,6 +22,9 @@ import pytest
 
 from dmfs.errors import FuseUnavailable, MountpointError
 from dmfs.fuse import abi, mounting
+from tests.support.mounts import why_no_mounts
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0 or why_no_mounts() is not None, reason="needs root and /dev/fuse")
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534

@@ -100,6 +100,7 @@ class DmfsMount:
         base: a short folder below /tmp (paths of Unix sockets are at most 108 bytes) that holds all the rest.
         view: the mountpoint.
         caches: what each `--cache` says, `PATH` or `PATH:SIZE`; by default the one folder `base/cache`.
+        environment: of every dmfs process started here.
         pid: of the daemon last started, None before that.
         expects_trouble: the plain unmount may fail, the log may hold tracebacks; otherwise `close` fails the test.
     """
@@ -130,8 +131,9 @@ class DmfsMount:
         self.expects_trouble = expects_trouble
         self.pid: int | None = None
         self._pidfds: dict[int, int] = {}
+        self._spawned: list[subprocess.Popen[str]] = []
         self._flags = ["--front-end", front_end, *flags]
-        self._env = clean_environment(self.runtime) | dict(env or {})
+        self.environment = clean_environment(self.runtime) | dict(env or {})
         live_mounts.append(self)
 
     def __repr__(self) -> str:
@@ -149,7 +151,7 @@ class DmfsMount:
         try:
             return subprocess.run(
                 dmfs_command(*arguments),
-                env=self._env,
+                env=self.environment,
                 capture_output=True,
                 text=True,
                 timeout=timeout,
@@ -159,15 +161,17 @@ class DmfsMount:
             raise AssertionError(f"dmfs {' '.join(arguments)} did not end in {timeout:g} s\n{self.log_tail()}") from exc
 
     def spawn(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start `dmfs ARGUMENTS`; the caller waits for it."""
-        return subprocess.Popen(
+        """Start `dmfs ARGUMENTS`; the caller waits for it, `close` ends it if need be."""
+        process = subprocess.Popen(
             dmfs_command(*arguments),
-            env=self._env,
+            env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+        self._spawned.append(process)
+        return process
 
     def start(self) -> "DmfsMount":
         """Mount, expecting success."""
@@ -265,6 +269,9 @@ class DmfsMount:
         if "Traceback" in self.log():
             problem = (problem or "") + " the log has a traceback."
         tail = self.log_tail()
+        for process in self._spawned:
+            process.kill()
+            process.communicate()
         for pidfd in self._pidfds.values():
             os.close(pidfd)
         self._pidfds.clear()

@@ -100,7 +100,8 @@ def build(root: Path, targets: list[str]) -> None:
         folder.mkdir(parents=True)
         for name in ("replaced", "unlinked", "truncated"):
             write_file(folder / name, 7, 12 * KiB)
-        for name in ("times", "cold"):
+        (folder / "quiet").mkdir()  # changed by no check
+        for name in ("quiet/times", "cold"):
             write_file(folder / name, 7, 300_000)
     _allocate(root)
     _set_times(root)
