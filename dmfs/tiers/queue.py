@@ -1,8 +1,8 @@
 """Which piece of which fill is fetched next, and by how many at once.
 
 Order: pieces that a reader waits for; then whole fills of files that are open; then those nobody has open any more.
-    Waited-for pieces
-may take every place, whole fills only half of them, so that a reader never queues behind read-ahead alone.
+Waited-for pieces may take every place, whole fills only a quarter of them: a reader never queues behind read-ahead
+alone, and the pieces in flight do not all wait for the source, then all for the disk.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ class FillQueue:
         self._fetch = fetch
         self._is_open = is_open
         self._pieces = pieces
-        self._background_pieces = max(1, pieces // 2)
+        self._background_pieces = max(1, pieces // 4)
         self._fills = fills
         self._nursery: trio.Nursery | None = None
         self._asked: deque[tuple[Fill, int]] = deque()
@@ -82,7 +82,6 @@ class FillQueue:
 
     async def _work(self, fill: Fill, piece: int, is_background: bool) -> None:
         while True:
-            self._running_background += is_background
             try:
                 await self._fetch(fill, piece)
             finally:
@@ -111,6 +110,7 @@ class FillQueue:
                 next_piece = fill.next_piece()
                 if next_piece is not None:
                     fill.start_piece(next_piece)
+                    self._running_background += 1  # now, since several may be handed out before the first one runs
                     return fill, next_piece, True
         return None
 

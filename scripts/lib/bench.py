@@ -13,6 +13,7 @@ from scripts.lib import bench_epochs, bench_startup, bench_warm
 from scripts.lib.bench_report import Report
 from scripts.lib.mounts import MountFailed, interrupt_once
 from scripts.lib.readers import ReadError
+from scripts.lib.slowfs_client import SlowFsError
 
 
 def common_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -64,7 +65,7 @@ def measure(
         with tempfile.TemporaryDirectory(prefix="dmfs-bench-", dir=folder) as work, progress.status("") as status:
             for step in steps(Path(work).resolve()):
                 status.update(step)
-    except (MountFailed, ReadError) as exc:
+    except (MountFailed, SlowFsError, ReadError) as exc:
         progress.print(f"[bold red]failed[/]: {exc}", highlight=False)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -101,14 +102,22 @@ def warm(rounds: int, quick: bool, variants: tuple[bench_warm.Variant, ...], **o
 
 @main.command()
 @common_options
-def epochs(rounds: int, quick: bool, **output: Any) -> None:
+@click.option(
+    "--case",
+    "names",
+    multiple=True,
+    type=click.Choice(list(bench_epochs.CASES)),
+    help="Only these (repeatable): many small files, few large ones, or these by one reader.",
+)
+def epochs(rounds: int, quick: bool, names: tuple[str, ...], **output: Any) -> None:
     """Epochs over a slow source, against reading that source directly.
 
     \b
     Example: scripts/bench epochs --rounds 3
     """
     report = Report("Epochs over a slow source", base=bench_epochs.BASE, ratio_name="times the seconds of")
-    chosen = bench_epochs.cases(is_quick=quick)
+    cases = bench_epochs.QUICK if quick else bench_epochs.CASES
+    chosen = [cases[name] for name in names or cases]
     measure(report, lambda work: bench_epochs.run(work, report, rounds=rounds, chosen=chosen), **output)
 
 
@@ -126,4 +135,4 @@ def startup(rounds: int, quick: bool, **output: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="scripts/bench")

@@ -32,21 +32,29 @@ BASE = "direct"
 class Case:
     """One kind of data set: `count` files of `size` bytes, read by `readers` processes."""
 
-    name: str
     count: int
     size: int
     readers: int
 
+    @property
+    def name(self) -> str:
+        """The case in words."""
+        size = f"{self.size // MiB} MiB" if self.size >= MiB else f"{self.size // KiB} KiB"
+        return f"{self.count:,} x {size}, {self.readers} reader{'s' * (self.readers > 1)}"
 
-def cases(*, is_quick: bool) -> list[Case]:
-    """What is measured."""
-    part = 10 if is_quick else 1
-    small, large, large_size = 2000 // part, 8, 100 * MiB // part
-    return [
-        Case(f"{small} x 110 KiB, 4 readers", small, 110 * KiB, 4),
-        Case(f"{large} x {large_size // MiB} MiB, 4 readers", large, large_size, 4),
-        Case(f"{large} x {large_size // MiB} MiB, 1 reader", large, large_size, 1),
-    ]
+
+CASES = {
+    "small": Case(count=2000, size=110 * KiB, readers=4),
+    "large": Case(count=8, size=100 * MiB, readers=4),
+    "single": Case(count=8, size=100 * MiB, readers=1),
+}
+"""What is measured: many small files, few large ones, and these by one reader alone."""
+
+QUICK = {
+    "small": Case(count=200, size=110 * KiB, readers=4),
+    "large": Case(count=8, size=10 * MiB, readers=4),
+    "single": Case(count=8, size=10 * MiB, readers=1),
+}
 
 
 def run(work: Path, report: Report, *, rounds: int, chosen: list[Case]) -> Iterator[str]:

@@ -116,12 +116,13 @@ class Report:
                 table.add_row(series.variant, value, *spread, f"{median(series.cpu):.0%}" if series.cpu else "")
             console.print(table, "")
         for name in dict.fromkeys(check.name for check in self.checks):
-            checks = [check for check in self.checks if check.name == name]
-            missed = [check for check in checks if not check.is_met]
+            missed = [check for check in self.checks if check.name == name and not check.is_met]
+            found = next(check for check in self.checks if check.name == name) if not missed else missed[0]
             if missed:
-                console.print(f"[bold red]missed[/]  {name}: {missed[0].found:,}, should be {missed[0].expected:,}")
+                line = f"[bold red]✗[/] {name}: {found.found:,}, should be {found.expected:,}"
             else:
-                console.print(f"[green]met[/]     {name}: {checks[0].expected:,} in each of {len(checks)} rounds")
+                line = f"[green]✓[/] {name}: {found.found:,}"
+            console.print(line, highlight=False)
 
     def as_json(self) -> str:
         """Everything, values of all rounds included."""

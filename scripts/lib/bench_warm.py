@@ -2,10 +2,12 @@
 
 The bytes are in the page cache below every variant (the source's files for `native` and `loopback`, dmfs's copies for
 dmfs), so that the path through the file system is measured and not the disk. Every variant is mounted anew for each
-round: nothing is in the page cache of the mount itself at first. `first` is that first read; `again` is the same files
-read once more, which the kernel may serve from the mount's pages.
+round: nothing is in the page cache of the mount itself at first. Small files are read `first` in two halves: one whose
+names nobody has looked up before, and one where each file was stat'ed, as a framework does that lists its data set.
+`again` is all of them once more, which the kernel may serve from the mount's pages.
 """
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -65,27 +67,44 @@ def run(work: Path, report: Report, *, rounds: int, sizes: Sizes, variants: Sequ
                 pools[4].read(mount.mountpoint, large_paths + small_paths)
                 mount.wait_idle(copies=len(large_paths) + len(small_paths))
         for number in range(rounds):
+            order = shuffled(small_paths, epoch=number)
             turn = number % len(variants)
             for variant in (*variants[turn:], *variants[:turn]):
-                for readers in READERS:
-                    yield f"round {number + 1} of {rounds}: {NAMES[variant]}, {readers} reader{'s' * (readers > 1)}"
+                for readers, pool in pools.items():
+                    by = f"{readers} reader{'s' * (readers > 1)}"
+                    yield f"round {number + 1} of {rounds}: {NAMES[variant]}, {by}"
                     with _mounted(variant, source, work / "mnt", cache, report) as (root, pid):
-                        order = shuffled(small_paths, epoch=number)
-                        for case, paths in (
-                            (
-                                f"{sizes.large} x {sizes.large_size // MiB} MiB, {readers} reader{'s' * (readers > 1)}",
-                                large_paths,
-                            ),
-                            (f"{sizes.small} x 110 KiB, {readers} reader{'s' * (readers > 1)}, first", order),
-                            (f"{sizes.small} x 110 KiB, {readers} reader{'s' * (readers > 1)}, again", order),
-                        ):
-                            before = cpu_seconds(pid) if pid else 0
-                            epoch = pools[readers].read(root, paths)
-                            cpu = (cpu_seconds(pid) - before) / epoch.seconds if pid else None
-                            if paths is large_paths:
-                                report.add(case, NAMES[variant], epoch.bytes_per_second / 1e9, unit="GB/s", cpu=cpu)
-                            else:
-                                report.add(case, NAMES[variant], epoch.files_per_second, unit="files/s", cpu=cpu)
+                        meter = _Meter(report, NAMES[variant], by, root, pid, pool)
+                        meter.read(f"{sizes.large} x {sizes.large_size // MiB} MiB", large_paths)
+                        unknown, known = order[::2], order[1::2]
+                        meter.read(f"{len(unknown):,} x 110 KiB, first", unknown)
+                        for path in known:
+                            os.stat(root / path)
+                        meter.read(f"{len(known):,} x 110 KiB, first, names known", known)
+                        meter.read(f"{len(order):,} x 110 KiB, again", order)
+
+
+@dataclass(frozen=True, slots=True)
+class _Meter:
+    """Reads with one pool over one mount, and puts what it took into the report."""
+
+    report: Report
+    variant: str
+    by: str
+    root: Path
+    pid: int | None
+    pool: ReaderPool
+
+    def read(self, case: str, paths: list[str]) -> None:
+        """Read the files once, and add it to the report under `case`."""
+        before = cpu_seconds(self.pid) if self.pid else 0
+        epoch = self.pool.read(self.root, paths)
+        cpu = (cpu_seconds(self.pid) - before) / epoch.seconds if self.pid else None
+        if "MiB" in case:
+            value, unit = epoch.bytes_per_second / 1e9, "GB/s"
+        else:
+            value, unit = epoch.files_per_second, "files/s"
+        self.report.add(f"{case}, {self.by}", self.variant, value, unit=unit, cpu=cpu)
 
 
 @contextmanager

@@ -81,13 +81,22 @@ install_packages() {
   fi
 }
 
+# What an installation into .venv depends on: the requirements, and where the checkout is.
+wanted_state() {
+  sha256sum <"$ROOT/pyproject.toml" | tr -d '\n'
+  printf '%s\n' "$ROOT"
+}
+
+has_venv() {
+  # `dev` holds all that `run` asks for.
+  "$PYTHON" -c '' 2>/dev/null && [[ $(cat "$VENV/installed-$1" "$VENV/installed-dev" 2>/dev/null) == *"$(wanted_state)"* ]]
+}
+
 install_venv() {
-  local profile=$1 stamp="$VENV/installed-$1" state python
+  local profile=$1 python
   local -a wanted=(-e "${ROOT}[pyfuse3]" "pillow>=10.0" "numpy>=1.26")
   [[ $profile == dev ]] && wanted=(-e "${ROOT}[pyfuse3,dev]")
-  state=$(sha256sum <"$ROOT/pyproject.toml")
-  # `dev` holds all that `run` asks for.
-  if "$PYTHON" -c '' 2>/dev/null && [[ $(cat "$stamp" "$VENV/installed-dev" 2>/dev/null) == *"$state"* ]]; then return 0; fi
+  if has_venv "$profile"; then return 0; fi
   if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
     [[ -n $python ]] || die "no Python >= 3.10 that has venv and its headers was found on PATH; install python3-venv and python3-dev"
@@ -98,11 +107,12 @@ install_venv() {
   echo "installing dmfs and what it needs into .venv ..." >&2
   PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 logged "pip could not install dmfs into $VENV" \
     "$PYTHON" -m pip install --quiet "${wanted[@]}"
-  printf '%s\n' "$state" >"$stamp"
+  wanted_state >"$VENV/installed-$profile"
 }
 
 install_dmfs() {
   local profile=$1
+  if [[ -z $(missing_packages "$profile") ]] && has_venv "$profile"; then return 0; fi
   if ! mkdir -p -- "$VENV" 2>/dev/null || [[ ! -w $VENV ]]; then
     die "$VENV cannot be written; run this in a checkout of your own"
   fi

@@ -75,13 +75,14 @@ class DmfsMount:
         mount_seconds: what the last `dmfs mount` took, from starting the command to its return.
     """
 
-    def __init__(self, source: Path, mountpoint: Path, cache: Path, *, front_end: str = "kernel") -> None:
+    def __init__(
+        self, source: Path, mountpoint: Path, cache: Path, *, size: str = "80%", front_end: str = "kernel"
+    ) -> None:
         self.source = source
         self.mountpoint = mountpoint
-        self.cache = cache
         self.pid = 0
         self.mount_seconds = 0.0
-        self._front_end = front_end
+        self._flags = ["--cache", f"{cache}:{size}", "--front-end", front_end]
 
     def __enter__(self) -> "DmfsMount":
         self.mountpoint.mkdir(exist_ok=True)
@@ -102,8 +103,7 @@ class DmfsMount:
     def mount(self) -> None:
         """Run `dmfs mount`. Raises MountFailed."""
         began = time.monotonic()
-        flags = ["--cache", str(self.cache), "--front-end", self._front_end]
-        _run([*dmfs_command(), "mount", str(self.source), str(self.mountpoint), *flags])
+        _run([*dmfs_command(), "mount", str(self.source), str(self.mountpoint), *self._flags])
         self.mount_seconds = time.monotonic() - began
         self.pid = self.status()["pid"]
 
@@ -116,6 +116,10 @@ class DmfsMount:
         """What `dmfs status --json` says of this mount. Raises MountFailed."""
         status: dict[str, Any] = json.loads(_run([*dmfs_command(), "status", str(self.mountpoint), "--json"]))
         return status
+
+    def status_text(self) -> str:
+        """What `dmfs status` prints of this mount for people. Raises MountFailed."""
+        return _run([*dmfs_command(), "status", str(self.mountpoint)])
 
     def wait_idle(self, *, copies: int | None = None) -> None:
         """Wait until the tier is scanned and nothing is being copied (and, if given, until there are `copies`)."""

@@ -1,9 +1,10 @@
-"""The quick start: dmfs over a slow file system, three epochs of a small image data set, and what each of them cost the source.
+"""The quick start: dmfs over a slow file system, three epochs of a small image data set, and what each cost the source.
 
-Everything lies in one temporary folder, which is removed at the end, whatever happens. What the source was asked for is counted by
-the slow file system itself, and each byte read is compared (by digest) with the original.
+Everything lies in one temporary folder, which is removed at the end, whatever happens. What the source was asked for is
+counted by the slow file system itself, and each file that is read is compared, by digest, with the original.
 """
 
+import os
 import shutil
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from rich.table import Table
 
 from scripts.lib import dataset
 from scripts.lib.dataset import Sample, total_bytes
-from scripts.lib.mounts import DmfsMount, MountFailed, interrupt_once
+from scripts.lib.mounts import DmfsMount, MountFailed, interrupt_once, is_mounted
 from scripts.lib.readers import Epoch, ReaderPool, ReadError, shuffled
 from scripts.lib.slowfs_client import SlowFs, SlowFsError
 
@@ -39,12 +40,13 @@ WIDTH = 80  # columns, at most
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the result: an epoch, and what it asked of the source meanwhile."""
+    """One line of the result: an epoch, and what was asked of the source meanwhile."""
 
     name: str
     epoch: Epoch
-    source_bytes: int
-    source_opens: int
+    lookups: int
+    opens: int
+    bytes: int
 
 
 class Damaged(Exception):
@@ -77,7 +79,7 @@ class QuickStart:
     def make_dataset(self) -> None:
         """JPEG files in class folders, and shards of records."""
         folder = self.work / "data"
-        with self.step("making a data set of JPEG files", IMAGES + SHARDS) as advance:
+        with self.step(f"{IMAGES:,} JPEG files, {SHARDS} record shards", IMAGES + SHARDS) as advance:
             images = dataset.make_images(folder / "train", count=IMAGES, on_file=advance)
             some = images[:IMAGES_IN_SHARDS]
             shards = dataset.make_shards(folder / "shards", folder / "train", some, count=SHARDS, on_file=advance)
@@ -95,22 +97,24 @@ class QuickStart:
         for sample in self.samples:
             if epoch.digests[sample.path] != sample.digest:
                 raise Damaged(f"{sample.path} was not read as it was written")
-        self.rows.append(Row(name, epoch, after.bytes - before.bytes, after.opens - before.opens))
+        counts = (after.stats - before.stats, after.opens - before.opens, after.bytes - before.bytes)
+        self.rows.append(Row(name, epoch, *counts))
 
     def result_table(self) -> Table:
         """The rows."""
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", width=self.console.width)
         table.add_column("")
-        for name in ("files/s", "MB/s", "source opens", "source bytes", "served from"):
+        for name in ("files/s", "MB/s", "look-ups", "opens", "bytes", "served from"):
             table.add_column(name, justify="right")
         for row in self.rows:
-            is_local = row.source_bytes == 0
+            is_local = row.bytes == 0
             table.add_row(
                 row.name,
                 f"{row.epoch.files_per_second:,.0f}",
                 f"{row.epoch.bytes_per_second / 1e6:,.0f}",
-                f"{row.source_opens:,}",
-                f"{row.source_bytes:,}",
+                f"{row.lookups:,}",
+                f"{row.opens:,}",
+                f"{row.bytes:,}",
                 "local disk" if is_local else "source",
                 style="green" if is_local else "",
             )
@@ -118,22 +122,19 @@ class QuickStart:
 
     def verdict(self) -> tuple[bool, str]:
         """Whether all went as it must, and two sentences that say what was seen."""
-        direct, *epochs = self.rows
+        direct, first, *later = self.rows
         size = total_bytes(self.samples)
-        is_right = epochs[0].source_bytes == size and all(
-            row.source_bytes == row.source_opens == 0 for row in epochs[1:]
-        )
-        if not is_right:
-            counts = ", ".join(f"{row.source_bytes:,}" for row in epochs)
+        if first.bytes != size or any(row.bytes or row.opens for row in later):
+            counts = ", ".join(f"{row.bytes:,}" for row in (first, *later))
             return (
                 False,
                 f"The epochs read {counts} bytes from the source; it should be {size:,}, 0 and 0. This is a bug.",
             )
-        gain = min(row.epoch.files_per_second for row in epochs[1:]) / direct.epoch.files_per_second
+        gains = [row.epoch.files_per_second / direct.epoch.files_per_second for row in later]
         return True, (
-            f"Epoch 1 read each of the {size:,} bytes once from the source; epoch 2 and, after a restart of dmfs, epoch 3 read "
-            f"0 bytes from it and were {gain:.0f} times as fast as the source alone. "
-            "Every byte that was read was compared with the original."
+            f"Epoch 1 read each of the {size:,} bytes from the source once. Epoch 2 and, after the restart, "
+            f"epoch 3 read 0 bytes from it, at {gains[0]:.1f} and {gains[1]:.1f} times the speed of the source "
+            "(a restart looks up each name once more). All that was read was compared with the original."
         )
 
 
@@ -153,28 +154,51 @@ def run(console: Console, work: Path, *, keep: bool) -> bool:
     quick.make_dataset()
     with ExitStack() as stack:
         slow = stack.enter_context(SlowFs(work / "data", work / "slow", latency=LATENCY, bandwidth=BANDWIDTH, age=AGE))
-        pool = stack.enter_context(ReaderPool(READERS))
-        quick.read_epoch("without dmfs", slow.mountpoint, pool, slow)
-        mount = stack.enter_context(DmfsMount(slow.mountpoint, work / "view", work / "cache"))
-        console.print(f"[green]✓[/] dmfs mount: ready after {mount.mount_seconds:.1f} s")
-        quick.read_epoch("epoch 1", mount.mountpoint, pool, slow)
-        mount.wait_idle()
-        quick.read_epoch("epoch 2", mount.mountpoint, pool, slow)
-        mount.unmount()
-        mount.mount()
-        console.print(f"[green]✓[/] dmfs umount, dmfs mount: ready again after {mount.mount_seconds:.1f} s")
-        quick.read_epoch("epoch 3", mount.mountpoint, pool, slow)
-        console.print(quick.result_table())
-        show_status(console, mount)
+        with ReaderPool(READERS) as pool:
+            quick.read_epoch("without dmfs", slow.mountpoint, pool, slow)
+            mount = stack.enter_context(DmfsMount(slow.mountpoint, work / "view", work / "cache", size="1GiB"))
+            console.print(f"[green]✓[/] dmfs mount: ready after {mount.mount_seconds:.1f} s")
+            quick.read_epoch("epoch 1", mount.mountpoint, pool, slow)
+            mount.wait_idle()
+            quick.read_epoch("epoch 2", mount.mountpoint, pool, slow)
+            mount.unmount()
+            mount.mount()
+            console.print(f"[green]✓[/] dmfs umount, dmfs mount: ready again after {mount.mount_seconds:.1f} s")
+            quick.read_epoch("epoch 3", mount.mountpoint, pool, slow)
         is_right, sentences = quick.verdict()
+        console.print("\n[bold]What each epoch asked of the source[/]", quick.result_table())
+        console.print("[bold]From dmfs status[/], since the restart\n", excerpt(mount.status_text()), highlight=False)
         console.print(sentences, style="" if is_right else "bold red", highlight=False)
+        if keep:
+            stack.pop_all()
+            say_how_to_go_on(console, work)
+        else:
+            console.print("\n[dim]Unmounting and removing the files ...[/]")
     return is_right
 
 
-def show_status(console: Console, mount: DmfsMount) -> None:
-    """A few lines of `dmfs status`."""
-    status = mount.status()
-    console.print(status)
+def excerpt(status: str) -> str:
+    """The tiers, and what was served and asked, of what `dmfs status` prints."""
+    lines = status.splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("  tiers")]
+    ends = [number for number, line in enumerate(lines) if line.startswith("  fills")]
+    return "\n".join(lines[starts[0] : ends[0]] if starts and ends else lines) + "\n"
+
+
+def say_how_to_go_on(console: Console, work: Path) -> None:
+    """What to type while it is mounted, and to end it."""
+    command = Path(sys.executable).with_name("dmfs")
+    umount = "umount" if os.geteuid() == 0 else "fusermount3 -u"
+    console.print(
+        f"\n[bold]Everything is still mounted.[/] Try:\n\n"
+        f"  cd {work}\n"
+        f"  ls view/train/cloud\n"
+        f"  {command} status view\n\n"
+        f"and at the end:\n\n"
+        f"  cd && {command} umount {work}/view && {umount} {work}/slow && rm -r {work}",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -187,20 +211,20 @@ def main(keep: bool) -> None:
     """
     console = Console(width=min(WIDTH, Console().width))
     interrupt_once()
-    work = Path(tempfile.mkdtemp(prefix="dmfs-quickstart-")).resolve()
+    work = Path(tempfile.mkdtemp(prefix="dmfs-demo-")).resolve()
+    code = 1
     try:
-        is_right = run(console, work, keep=keep)
+        code = 0 if run(console, work, keep=keep) else 1
     except (MountFailed, SlowFsError, ReadError, Damaged) as exc:
         console.print(f"[bold red]failed:[/] {exc}", highlight=False)
-        is_right = False
     except KeyboardInterrupt:
         console.print("[bold]interrupted[/]")
-        is_right = False
+        code = 130
     finally:
-        if not keep:
+        if not is_mounted(work / "view") and not is_mounted(work / "slow"):
             shutil.rmtree(work, ignore_errors=True)
-    sys.exit(0 if is_right else 1)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="scripts/quickstart")

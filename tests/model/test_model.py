@@ -29,6 +29,7 @@ sizes = st.sampled_from([0, 1, 10, 4095, 4096, 4097, 10_000]) | st.integers(0, 3
 FIRST_MTIME = (
     1_600_000_000 * 10**9
 )  # any; each change adds a nanosecond and a second, so that no two versions look alike
+FIRST_SUBSTITUTE = 1 << 63  # inode numbers of pyfuse3, whose node ids and inode numbers are the same thing
 COMPARED = ["st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_mtime_ns", "st_ctime_ns"]
 
 
@@ -81,6 +82,7 @@ class Viewed:
     source: Path
     view: Path
     may_read: MayRead
+    substitutes: bool = False  # a new version may show another inode number, see docs/semantics.md
     examples: int = 0
 
 
@@ -94,6 +96,7 @@ class SourceAndView(RuleBasedStateMachine):
     def __init__(self, viewed: Viewed) -> None:
         super().__init__()
         self._may_read = viewed.may_read
+        self._substitutes = viewed.substitutes
         viewed.examples += 1
         name = f"example-{viewed.examples}"
         self.source = viewed.source / name
@@ -329,6 +332,8 @@ class SourceAndView(RuleBasedStateMachine):
         for path, node in self.nodes.items():
             seen, wanted = os.lstat(self.view / path), os.lstat(self.source / path)
             pairs = {f: (getattr(seen, f), getattr(wanted, f)) for f in COMPARED}
+            if self._substitutes and seen.st_ino >= FIRST_SUBSTITUTE:
+                del pairs["st_ino"]
             different = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
             assert not different, f"{path}: (seen, at the source) {different}"
             if isinstance(node, Inode):
@@ -375,11 +380,11 @@ def viewed(request: pytest.FixtureRequest, disk_path: Path) -> Iterator[Viewed]:
         else:
             factory = stack.enter_context(contextlib.closing(MountFactory()))
             mount = factory(source, front_end=request.param, immutable=False, flags=["--metadata-ttl", "0"])
-            yield Viewed(source, mount.view, dmfs_may_read)
+            yield Viewed(source, mount.view, dmfs_may_read, substitutes=request.param == "pyfuse3")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("viewed", ["native", "kernel"], indirect=True)
+@pytest.mark.parametrize("viewed", ["native", "kernel", "pyfuse3"], indirect=True)
 def test_random_changes_at_the_source(viewed: Viewed) -> None:
     _run(viewed, examples=30, steps=40)
 
@@ -396,4 +401,4 @@ def test_machine_finds_a_difference(viewed: Viewed) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("viewed", ["native", "kernel", "pyfuse3"], indirect=True)
 def test_many_random_changes_at_the_source(viewed: Viewed) -> None:
-    _run(viewed, examples=1000, steps=60, derandomize=False)
+    _run(viewed, examples=600, steps=60, derandomize=False)

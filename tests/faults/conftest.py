@@ -1,0 +1,26 @@
+"""Fixtures of the fault tests: sources that misbehave. In a test's arguments they stand before `dmfs_mount`, to outlive it."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.doubles.badsrc import BadSource
+from tests.support.mounts import why_no_mounts
+
+OLD = 864_000  # seconds: files that look ten days old are not looked at a second time before they are published
+
+
+@pytest.fixture
+def bad_source(tmp_path: Path) -> Iterator[Callable[..., BadSource]]:
+    """A function that puts a badsrc before a folder: `bad_source(folder, **options of BadSource)`."""
+    if reason := why_no_mounts():
+        pytest.skip(reason)
+    with contextlib.ExitStack() as stack:
+
+        def start(folder: Path, **options: float) -> BadSource:
+            mountpoint = tmp_path / f"{folder.name}-bad"
+            return stack.enter_context(BadSource(folder, mountpoint, **{"age": OLD, **options}))
+
+        yield start

@@ -1,0 +1,135 @@
+"""While one reader waits for a slow or hanging source, everybody else is served: cases D05, D06, and promise 5."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.files import KiB, MiB, expect_content, make_files
+from tests.support.mounts import MountFactory
+from tests.support.waiting import wait_until
+
+FRONT_ENDS = ["kernel", "pyfuse3"]
+WARM, COLD = range(10), range(10, 120)
+BIG = 120
+LIMIT = 1.0  # seconds: "well under a second", and then some for a busy machine
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that reads a file from start to end, killed after the block if it is not done."""
+    process = subprocess.Popen(["cat", path], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def slowest(operations: list[Callable[[], object]]) -> float:
+    """Seconds of the slowest of these calls."""
+    longest = 0.0
+    for operation in operations:
+        start = time.monotonic()
+        operation()
+        longest = max(longest, time.monotonic() - start)
+    return longest
+
+
+def everyday_operations(view: Path) -> list[Callable[[], object]]:
+    """100 stats of files not looked at before, a listing, a statvfs, 10 warm reads."""
+
+    def warm(number: int) -> None:
+        expect_content((view / f"{number:05d}.bin").read_bytes(), number, 0, 4 * KiB)
+
+    return [
+        *(lambda number=number: (view / f"{number:05d}.bin").stat() for number in COLD),
+        lambda: os.listdir(view),
+        lambda: os.statvfs(view),
+        *(lambda number=number: warm(number) for number in WARM),
+    ]
+
+
+def beside_a_slow_read(
+    mount_source: Callable, dmfs_mount: MountFactory, folder: Path, front_end: str, size: int
+) -> None:
+    make_files(folder, [4 * KiB] * len([*WARM, *COLD]) + [size])
+    source = mount_source(folder)
+    mount = dmfs_mount(source.mountpoint, front_end=front_end)
+    for number in WARM:
+        expect_content((mount.view / f"{number:05d}.bin").read_bytes(), number, 0, 4 * KiB)
+    mount.wait_fills_done()
+    source.set(bandwidth=1 * MiB)
+    with reading(mount.view / f"{BIG:05d}.bin") as reader:
+        wait_until(lambda: mount.status()["waiting"], 20, "the large file is waited for")
+        longest = slowest(everyday_operations(mount.view))
+        assert reader.poll() is None, "the slow read has ended, so this shows nothing"
+        assert longest < LIMIT, f"one of them took {longest:.2f} s"
+        (waiting,) = [w for w in mount.status()["waiting"] if w["path"].endswith(f"{BIG:05d}.bin")]
+        assert waiting["age_s"] >= 0
+    wait_until(lambda: not mount.status()["waiting"], 5, "the killed reader is forgotten")
+    source.set(bandwidth=0)
+    start = time.monotonic()
+    mount.umount()
+    assert time.monotonic() - start < 10, "unmounting waited for the slow source"
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_everyday_operations_beside_a_slow_read(
+    tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory, front_end: str
+) -> None:
+    beside_a_slow_read(bad_source, dmfs_mount, tmp_path / "set", front_end, 32 * MiB)
+
+
+@pytest.mark.full
+def test_everyday_operations_beside_a_slow_read_of_200_mib(
+    tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory
+) -> None:
+    beside_a_slow_read(bad_source, dmfs_mount, tmp_path / "set", "kernel", 200 * MiB)
+
+
+def test_hanging_reads_leave_the_rest_alone(tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory) -> None:
+    """More abandoned reads than there are data threads; then a listing, a warm read and a cold read (D05)."""
+    threads = 4
+    make_files(tmp_path / "set", [4 * KiB] * 20)
+    source = bad_source(tmp_path / "set")
+    mount = dmfs_mount(source.mountpoint, env={"DMFS_DATA_THREADS": str(threads)})
+    expect_content((mount.view / "00000.bin").read_bytes(), 0, 0, 4 * KiB)
+    hanging = [f"{number:05d}.bin" for number in range(1, threads + 2)]
+    for name in hanging:
+        source.rule("READ", name, hangs=True)
+    readers = [subprocess.Popen(["cat", mount.view / name], stdout=subprocess.DEVNULL) for name in hanging]
+    wait_until(lambda: source.hanging() >= threads, 10, "the reads hang")
+    for reader in readers:
+        reader.kill()
+    for reader in readers:
+        reader.wait(10)
+    assert slowest([lambda: os.listdir(mount.view), lambda: (mount.view / "00000.bin").read_bytes()]) < LIMIT
+    start = time.monotonic()
+    expect_content((mount.view / "00015.bin").read_bytes(), 15, 0, 4 * KiB)
+    assert time.monotonic() - start < 10, "a healthy file waited too long behind the hanging ones"
+    source.clear()
+    wait_until(lambda: not mount.status()["waiting"], 10, "nothing is waited for any more")
+
+
+def test_forced_umount_of_a_hanging_source(tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory) -> None:
+    make_files(tmp_path / "set", [4 * KiB, 4 * KiB])
+    source = bad_source(tmp_path / "set")
+    mount = dmfs_mount(source.mountpoint, expects_trouble=True)
+    source.rule("READ", hangs=True)
+    with reading(mount.view / "00000.bin") as reader:
+        wait_until(lambda: source.hanging(), 10, "the read hangs")
+        done = mount.command("umount", str(mount.view))
+        assert done.returncode == 9, f"a busy mount was unmounted, or the reason is another: {done}"
+        assert str(reader.pid) in done.stderr, f"the reader is not named: {done.stderr}"
+        start = time.monotonic()
+        done = mount.command("umount", str(mount.view), "--force", timeout=20)
+        assert time.monotonic() - start < 15
+        assert done.returncode in (0, 10), done
+        assert reader.wait(5) != 0
+    source.clear()
+    wait_until(lambda: not mount.is_alive(), 10, "the daemon is gone once the source answers")
