@@ -27,7 +27,7 @@ VersionFrom = Literal["ctime", "mtime"]
 """What makes a version: `ctime` is size, mtime and ctime; `mtime` leaves ctime out, where nodes differ in it."""
 
 Attributes = bytes
-"""Attributes of a file in the layout of `struct fuse_attr` (include/uapi/linux/fuse.h, protocol 7.9 and later, 88 bytes).
+"""Attributes of a file in the layout of `struct fuse_attr` (include/uapi/linux/fuse.h since protocol 7.9, 88 bytes).
 
 Packed, because a million of them must fit in memory, and in this layout, because the kernel front end then sends them
 as they are.

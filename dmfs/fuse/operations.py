@@ -17,7 +17,7 @@ from dmfs.errors import StaleFile
 from dmfs.fuse.inodes import Directory, InodeTable, Listing, Node
 from dmfs.fuse.ttl import AWAY_TTL, FOREVER, MetadataTtl, is_away
 from dmfs.log import ErrorLog
-from dmfs.metrics import Metrics
+from dmfs.metrics import Metrics, Served
 from dmfs.tiers.manager import Manager
 from dmfs.types import (
     Attributes,
@@ -43,6 +43,7 @@ _DOT_ENTRIES = 2  # "." and "..", which come before the names of a listing
 
 class _FileHandle(NamedTuple):
     file: DataFile
+    served: Served | None  # where its reads are counted; None: by what each read finds
 
 
 class _DirectoryHandle:
@@ -242,21 +243,21 @@ class Operations:
     def open_nowait(self, node: int) -> int | None:
         """Open a file of which a copy is here: a handle."""
         file = self._file(node)
-        return self._add_handle(file) if self._manager.open_nowait(file) else None
+        return self._add_handle(file, None) if self._manager.open_nowait(file) else None
 
     async def open(self, node: int) -> int:
         """Open a file: a handle. A small file is fetched before this returns."""
         file = self._file(node)
         try:
-            await self._manager.open(file)
+            served = await self._manager.open(file)
         except StaleFile:
             self._changed_at_source(file)
             raise
-        return self._add_handle(file)
+        return self._add_handle(file, served)
 
-    def _add_handle(self, file: DataFile) -> int:
+    def _add_handle(self, file: DataFile, served: Served | None) -> int:
         handle = next(self._handle_ids)
-        self._files[handle] = _FileHandle(file)
+        self._files[handle] = _FileHandle(file, served)
         return handle
 
     def _file(self, node: int) -> DataFile:
@@ -276,21 +277,23 @@ class Operations:
 
     def read_nowait(self, handle: int, offset: int, view: memoryview) -> int | None:
         """Read into `view`: the number of bytes, less than its length only at the end of the file."""
-        file = self._files[handle].file
-        size = file.version.size - offset
+        opened = self._files[handle]
+        size = opened.file.version.size - offset
         if size < len(view):
             if size <= 0:
                 return 0
             view = view[:size]
-        return len(view) if self._manager.read_nowait(file, view, offset) else None
+        served = self._manager.read_nowait(opened.file, view, offset)
+        return None if served is None else _count(opened.served or served, len(view))
 
     async def read(self, handle: int, offset: int, view: memoryview) -> int:
         """As `read_nowait`. A cancelled read may still write into `view`."""
-        file = self._files[handle].file
-        view = view[: max(0, file.version.size - offset)]
-        if len(view):
-            await self._manager.read(file, view, offset)
-        return len(view)
+        opened = self._files[handle]
+        view = view[: max(0, opened.file.version.size - offset)]
+        if not len(view):
+            return 0
+        served = await self._manager.read(opened.file, view, offset)
+        return _count(opened.served or served, len(view))
 
     async def lseek(self, handle: int, offset: int, whence: int) -> int:
         """SEEK_DATA or SEEK_HOLE."""
@@ -451,6 +454,12 @@ class Operations:
         if not isinstance(inode, Directory):
             raise NotADirectoryError(errno.ENOTDIR, "not a directory")
         return inode
+
+
+def _count(served: Served, size: int) -> int:
+    served.reads += 1
+    served.bytes += size
+    return size
 
 
 def _join(directory: bytes, name: bytes) -> bytes:

@@ -6,8 +6,16 @@ with its last reference, and whoever reads in a thread holds a reference.
 """
 
 import os
+import sys
+import threading
 from collections import OrderedDict
-from typing import Generic, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import trio
+
+if TYPE_CHECKING:
+    import outcome
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -23,6 +31,22 @@ class Descriptor:
 
     def __del__(self) -> None:
         os.close(self.fd)
+
+
+class SourceDescriptor(Descriptor):
+    """One of the source, whose close(2) can take as long as the source likes: never in the event loop's thread."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        if threading.current_thread() is threading.main_thread() and not sys.is_finalizing():
+            trio.lowlevel.start_thread_soon(partial(os.close, self.fd), _ignore)
+        else:
+            os.close(self.fd)
+
+
+def _ignore(result: "outcome.Outcome[None]") -> None:
+    pass
 
 
 class LRU(Generic[K, V]):

@@ -1,16 +1,19 @@
 """One running fill: a file on its way from the source into a tier, piece by piece, readable while it runs.
 
-All readers of a file share its one fill. A piece is shown to readers only after the source's version was checked
-behind it, so pieces of two versions never mix. What is fetched next is decided by `queue`, what happens with a
-finished copy by `manager`.
+All readers of a file share its one fill. A piece is shown to readers once the source's version was checked behind it,
+so pieces of two versions never mix, and from memory at first: nobody waits for the writing. What is fetched next is
+decided by `queue`, what happens with a finished copy by `manager`.
 
-Threads do the blocking work on their own references; all state changes in the event loop.
+Each piece is one call in a thread, on references of its own; all other state changes in the event loop.
 """
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
+from typing import TYPE_CHECKING
 
 import trio
 import xxhash
@@ -21,23 +24,22 @@ from dmfs.tiers.source import Source
 from dmfs.tiers.store import Copy, Reservation, Store, TempFile
 from dmfs.types import PIECE_SIZE, DataFile
 
+if TYPE_CHECKING:
+    import outcome
+
 ABSENT, IN_FLIGHT, HERE = range(3)
 
 _buffers: list[bytearray] = []
-"""Buffers of one piece that no thread uses.
-
-Bounded by the number of pieces in flight, since a thread takes at most one.
-"""
+"""Buffers of one piece that nobody uses. As many as there were ever pieces in flight at once, which is bounded."""
 
 _ZEROS = bytes(PIECE_SIZE)
-_ZERO_DIGEST: int = xxhash.xxh3_64_intdigest(_ZEROS)
 
 
 class Outcome(Enum):
     """How a fill stands."""
 
     RUNNING = auto()
-    BROKEN = auto()  # the source gave an error: pieces are fetched only for readers who ask, nothing is published
+    BROKEN = auto()  # the source gave an error, or the file is gone: pieces are fetched for readers who ask, no more
     OVER = auto()  # published, failed or dropped
 
 
@@ -60,6 +62,17 @@ class Finished:
     is_published: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """What a thread did for a piece. `opened` is a descriptor to keep, `finished` the end of a file of one piece."""
+
+    calls: int
+    digest: int
+    temp: TempFile
+    opened: Descriptor | None = None
+    finished: Finished | None = None
+
+
 class Fill:
     """The fill of one file into one store.
 
@@ -78,24 +91,41 @@ class Fill:
         source: Source,
         *,
         can_publish_at_once: Callable[[DataFile], bool],
+        on_progress: "Callable[[Fill, int], None]",
+        on_finished: "Callable[[Fill, Finished], None]",
+        on_error: "Callable[[Fill, Exception], None]",
     ) -> None:
+        """The callbacks come in the event loop and must not raise.
+
+        Args:
+            can_publish_at_once: whether a copy of this file may get its name without a second look.
+            on_progress: so many bytes more are in the tier.
+            on_finished: the copy is complete; `hand_over` takes it.
+            on_error: StaleFile or TierUnavailable: the fill is over, unless every piece is here and readers go on with
+                them; anything else is the source's own error, or a surprise: the fill is broken.
+        """
         self.file = file
         self.store = store
         self.outcome = Outcome.RUNNING
         self.is_wanted_whole = False
         self.open_error: OSError | None = None
+        self.piece_count = -(-file.version.size // PIECE_SIZE)
         self._source = source
         self._reservation = reservation
         self._can_publish_at_once = can_publish_at_once
-        self.piece_count = -(-file.version.size // PIECE_SIZE)
+        self._on_progress = on_progress
+        self._on_finished = on_finished
+        self._on_error = on_error
         self._pieces = bytearray(self.piece_count)
         self._digests = [0] * self.piece_count
         self._missing = self.piece_count
         self._in_flight = 0
         self._next = 0
         self._waits: dict[int, PieceWait] = {}
+        self._memory: dict[int, memoryview] = {}  # pieces that are here and still being written
         self._temp: TempFile | None = None
-        self._begin = trio.Lock()
+        self._opened: Descriptor | None = None  # of the source, where it was not open before
+        self._begin = threading.Lock()  # held by the thread that opens both files, for all pieces
         self._is_clean = False
 
     def __repr__(self) -> str:
@@ -116,15 +146,49 @@ class Fill:
 
     def read_nowait(self, view: memoryview, offset: int) -> bool:
         """Fill `view` if its pieces are here and can be read without a wait."""
-        first, last = offset // PIECE_SIZE, (offset + len(view) - 1) // PIECE_SIZE
-        if self._temp is None or any(self._pieces[i] != HERE for i in range(first, last + 1)):
+        if not self._is_here(offset, len(view)):
             return False
-        return self.store.read_nowait(self._temp.descriptor, view, offset)
+        if not self._memory:
+            return self._temp is not None and self.store.read_nowait(self._temp.descriptor, view, offset)
+        for piece, part, start in (self._part(piece, view, offset) for piece in _pieces_of(offset, len(view))):
+            if self._copy_from_memory(piece, part, start):
+                continue
+            if self._temp is None or not self.store.read_nowait(self._temp.descriptor, part, start):
+                return False
+        return True
 
-    def read_here(self, view: memoryview, offset: int) -> None:
-        """Fill `view` from pieces that are here. Blocks. Raises TierUnavailable."""
-        assert self._temp is not None
-        self.store.read(self._temp.descriptor, view, offset)
+    def _is_here(self, offset: int, length: int) -> bool:
+        if self.outcome is Outcome.OVER:
+            return False
+        return all(self._pieces[piece] == HERE for piece in _pieces_of(offset, length))
+
+    @staticmethod
+    def _part(piece: int, view: memoryview, offset: int) -> tuple[int, memoryview, int]:
+        """(piece, the part of `view` that lies in it, the offset of that part in the file)."""
+        start = max(offset, piece * PIECE_SIZE)
+        end = min(offset + len(view), (piece + 1) * PIECE_SIZE)
+        return piece, view[start - offset : end - offset], start
+
+    def _copy_from_memory(self, piece: int, part: memoryview, start: int) -> bool:
+        memory = self._memory.get(piece)
+        if memory is None:
+            return False
+        start -= piece * PIECE_SIZE
+        part[:] = memory[start : start + len(part)]
+        return True
+
+    def reader(self, view: memoryview, offset: int) -> Callable[[], None] | None:
+        """A blocking function that fills `view`, or None if some of its pieces are not here.
+
+        What is in memory is copied by this call, the rest by the function. That raises TierUnavailable.
+        """
+        if not self._is_here(offset, len(view)):
+            return None
+        parts = [self._part(piece, view, offset) for piece in _pieces_of(offset, len(view))]
+        rest = [(part, start) for piece, part, start in parts if not self._copy_from_memory(piece, part, start)]
+        if self._temp is None:
+            return None if rest else _nothing
+        return partial(_read_parts, self.store, self._temp.descriptor, rest)
 
     def wait_for(self, piece: int) -> PieceWait | None:
         """Wait for a piece: the wait to await, or None if it is here. The caller tells the queue."""
@@ -135,7 +199,7 @@ class Fill:
             wait = self._waits[piece] = PieceWait()
         return wait
 
-    # ---- for the queue
+    # ---- for the queue and the manager
 
     def needs(self, piece: int) -> bool:
         """True if the piece is neither here nor on its way, and the fill goes on."""
@@ -147,68 +211,18 @@ class Fill:
             self._next += 1
         return self._next if self._next < self.piece_count else None
 
-    def start_piece(self, piece: int) -> None:
-        """The piece is on its way from now on; `fetch` must follow."""
+    def fetch(self, piece: int, on_done: Callable[[], None]) -> None:
+        """Start to fetch a piece; `on_done` is called last, in the event loop, whatever came of it."""
         self._pieces[piece] = IN_FLIGHT
         self._in_flight += 1
-
-    async def fetch(self, piece: int) -> Finished | None:
-        """Fetch a started piece, show it to its readers and, if it was the last one, finish the copy.
-
-        Returns:
-            The finished copy, if this completed it.
-
-        Raises:
-            TierUnavailable: the fill is over; its readers were told so and look elsewhere.
-            StaleFile: as before, and the file has changed.
-            OSError: the source's own, given to the readers of this piece; the fill is broken.
-        """
-        try:
-            if self.piece_count == 1:
-                finished = await self._copy_only_piece()
-                self._show(piece)
-                if finished is None:
-                    self._break()
-                return finished
-            await self._copy_piece(piece)
-            self._show(piece)
-            if self._missing or self.outcome is not Outcome.RUNNING:
-                return None
-            self.is_wanted_whole = True  # so that nobody drops it while it is being finished
-            return await self._finish()
-        except OSError as exc:
-            self._pieces[piece] = ABSENT
-            self._next = min(self._next, piece)
-            self._break()
-            self._wake(piece, exc)
-            raise
-        except (StaleFile, TierUnavailable) as exc:
-            if self._missing:
-                self.end(exc)
-            else:
-                # Every piece was checked and is here: those who have it open read on, but there is nothing to publish.
-                self._break()
-            raise
-        finally:
-            self._in_flight -= 1
-            self._clean_up()
-
-    def _show(self, piece: int) -> None:
-        self._pieces[piece] = HERE
-        self._missing -= 1
-        self._reservation.wrote(self.piece_length(piece))
-        self._wake(piece, None)
-
-    def _wake(self, piece: int, error: Exception | None) -> None:
-        wait = self._waits.pop(piece, None)
-        if wait is not None:
-            wait.error = error
-            wait.event.set()
-
-    def _break(self) -> None:
-        if self.outcome is Outcome.RUNNING:
-            self.outcome = Outcome.BROKEN
-        self.is_wanted_whole = False
+        buffer = _buffers.pop() if _buffers else bytearray(PIECE_SIZE)
+        view = memoryview(buffer)[: self._length(piece)]
+        kept = self._source.kept(self.file.key)
+        if self.piece_count == 1:
+            function = partial(self._copy_file, kept, view, self._can_publish_at_once(self.file))
+        else:
+            function = partial(self._copy_piece, piece, kept, view)
+        self._source.data.start(self.file.path, function, partial(self._fetched, piece, buffer, on_done))
 
     def end(self, error: DmfsError) -> None:
         """The fill is over without a copy; whoever waits gets `error`."""
@@ -226,6 +240,97 @@ class Fill:
         self._is_clean = True
         return Copy(finished.digest, finished.allocated, None if finished.is_published else temp.name), temp.descriptor
 
+    # ---- what comes back from threads
+
+    def _arrived(self, piece: int, view: memoryview) -> None:
+        """The piece is in memory and checked, and is being written: show it to readers."""
+        if self.outcome is Outcome.OVER:
+            return
+        self._pieces[piece] = HERE
+        self._missing -= 1
+        self._memory[piece] = view
+        self._wake(piece, None)
+
+    def _fetched(
+        self, piece: int, buffer: bytearray, on_done: Callable[[], None], result: "outcome.Outcome[_Fetched]"
+    ) -> None:
+        """The thread of a piece has ended."""
+        self._in_flight -= 1
+        self._memory.pop(piece, None)
+        _buffers.append(buffer)
+        try:
+            fetched = result.unwrap()
+        except Exception as exc:
+            self._failed(piece, exc)
+        else:
+            self._written(piece, fetched)
+        self._clean_up()
+        on_done()
+
+    def _written(self, piece: int, fetched: _Fetched) -> None:
+        length = self._length(piece)
+        self._temp = fetched.temp
+        self._digests[piece] = fetched.digest
+        self._reservation.wrote(length)
+        self._source.count_reads(fetched.calls, length)
+        if fetched.opened is not None:
+            self._source.keep(self.file.key, fetched.opened)
+        self._on_progress(self, length)
+        if self._missing or self._in_flight or self.outcome is not Outcome.RUNNING:
+            return
+        if self.piece_count > 1:
+            self._finish()
+        elif fetched.finished is not None:
+            self._on_finished(self, fetched.finished)
+        else:
+            self._break()
+
+    def _failed(self, piece: int, exc: Exception) -> None:
+        is_shown = self._pieces[piece] == HERE
+        if isinstance(exc, StaleFile | TierUnavailable) or is_shown:
+            self.end(exc if isinstance(exc, DmfsError) else TierUnavailable(f"cache {self.store.path}: {exc!r}"))
+        else:
+            self._pieces[piece] = ABSENT
+            self._next = min(self._next, piece)
+            self._break()
+            self._wake(piece, exc)
+        self._on_error(self, exc)
+
+    def _finish(self) -> None:
+        """All pieces are written: one more look at the source, then the digests and the name."""
+        self._in_flight += 1
+        self.is_wanted_whole = True  # so that nobody drops it meanwhile
+        assert self._temp is not None
+        descriptor = self._source.kept(self.file.key)
+        publish = self._can_publish_at_once(self.file)
+        self._source.data.start(
+            self.file.path, partial(self._finish_in_thread, descriptor, self._temp, publish), self._finish_done
+        )
+
+    def _finish_done(self, result: "outcome.Outcome[Finished]") -> None:
+        self._in_flight -= 1
+        try:
+            finished = result.unwrap()
+        except Exception as exc:
+            # Every piece was checked and is here: those who have it open read on, but there is nothing to publish.
+            self._break()
+            self._on_error(self, exc)
+        else:
+            if self.outcome is Outcome.RUNNING:
+                self._on_finished(self, finished)
+        self._clean_up()
+
+    def _wake(self, piece: int, error: Exception | None) -> None:
+        wait = self._waits.pop(piece, None)
+        if wait is not None:
+            wait.error = error
+            wait.event.set()
+
+    def _break(self) -> None:
+        if self.outcome is Outcome.RUNNING:
+            self.outcome = Outcome.BROKEN
+        self.is_wanted_whole = False
+
     def _clean_up(self) -> None:
         """Once over without a copy and with nothing in flight: the temporary file goes, and the space is given back."""
         if self.outcome is not Outcome.OVER or self._in_flight or self._is_clean:
@@ -236,96 +341,65 @@ class Fill:
             self.store.remove_temp(self._temp.name)
             self._temp = None
 
-    # ---- the copying
+    # ---- in threads
 
-    async def _copy_piece(self, piece: int) -> None:
-        data = self._source.data
-        async with self._begin:  # the first piece opens the file and makes the temporary one, for all
-            await self._open()
-            if self._temp is None:
-                self._temp = await data.run(self.file.path, self.store.create, self.file.key, self.file.version.size)
-        descriptor = self._source.kept(self.file.key)
-        assert descriptor is not None
-        calls, self._digests[piece], _ = await data.run(
-            self.file.path, self._copy_in_thread, piece, descriptor, self._temp
-        )
-        self._source.count_reads(calls, self.piece_length(piece))
+    def _length(self, piece: int) -> int:
+        """Bytes of a piece: all are PIECE_SIZE but the last."""
+        return min(PIECE_SIZE, self.file.version.size - piece * PIECE_SIZE)
 
-    async def _open(self) -> None:
+    def _open(self) -> Descriptor:
         try:
-            await self._source.open(self.file)
+            return self._source.open_file(self.file)
         except OSError as exc:
             self.open_error = exc
             raise
 
-    async def _copy_only_piece(self) -> Finished | None:
-        """A small file costs one thread: opened, read, checked, written and published in one go."""
-        descriptor = self._source.kept(self.file.key)
-        publish = self._can_publish_at_once(self.file)
-        calls, temp, finished = await self._source.data.run(
-            self.file.path, self._copy_file_in_thread, descriptor, publish
-        )
-        if descriptor is None:
-            self._source.count_open()
-        self._source.count_reads(calls, self.file.version.size)
-        self._temp = temp
-        return finished
-
-    async def _finish(self) -> Finished:
-        await self._open()
-        descriptor = self._source.kept(self.file.key)
-        assert descriptor is not None
-        assert self._temp is not None
-        publish = self._can_publish_at_once(self.file)
-        return await self._source.data.run(self.file.path, self._finish_in_thread, descriptor, self._temp, publish)
-
-    def piece_length(self, piece: int) -> int:
-        """Bytes of a piece: all are PIECE_SIZE but the last."""
-        return min(PIECE_SIZE, self.file.version.size - piece * PIECE_SIZE)
-
-    def _copy_in_thread(self, piece: int, descriptor: Descriptor, temp: TempFile) -> tuple[int, int, bool]:
-        """Returns (read calls, digest, whether the version is still the source's)."""
+    def _copy_file(self, kept: Descriptor | None, view: memoryview, publish: bool) -> _Fetched:
+        """A file of one piece in one go: opened, read, checked, shown, written, published and closed."""
+        descriptor = kept or self._open()
+        calls, is_current = self._source.read_into(descriptor, self.file, 0, view)
+        self._source.data.soon(self._arrived, 0, view)
+        if kept is None:
+            self._source.data.soon(self._source.count_open)
+        del descriptor
+        digest: int = xxhash.xxh3_64_intdigest(view)
+        temp = self.store.create(self.file.key, len(view))
         try:
-            buffer = _buffers.pop()
-        except IndexError:
-            buffer = bytearray(PIECE_SIZE)
-        try:
-            length = self.piece_length(piece)
-            view = memoryview(buffer)[:length]
-            offset = piece * PIECE_SIZE
-            calls, is_current = self._source.read_into(descriptor, self.file, offset, view)
-            digest: int = xxhash.xxh3_64_intdigest(view)
-            # A piece of zeros is left as the hole it is. The digest asks cheaply, the bytes decide.
-            if digest != _ZERO_DIGEST or length != PIECE_SIZE or buffer != _ZEROS:
-                self.store.write(temp, view, offset)
-            return calls, digest, is_current
-        finally:
-            _buffers.append(buffer)
-
-    def _copy_file_in_thread(
-        self, descriptor: Descriptor | None, publish: bool
-    ) -> tuple[int, TempFile, Finished | None]:
-        """Returns (read calls, the copy, how it was finished: None if it may not be published)."""
-        if descriptor is None:
-            try:
-                descriptor = self._source.open_file(self.file)
-            except OSError as exc:
-                self.open_error = exc
-                raise
-        temp = self.store.create(self.file.key, self.file.version.size)
-        try:
-            calls, digest, is_current = self._copy_in_thread(0, descriptor, temp)
-            if not is_current:
-                return calls, temp, None
-            allocated = self.store.allocated(temp)
-            if publish:
+            self._write(temp, view, 0)
+            finished = None
+            if is_current:
+                finished = Finished(digest, self.store.allocated(temp), publish)
+            if is_current and publish:
                 self.store.publish(self.file.key, digest, temp.name)
-            return calls, temp, Finished(digest, allocated, publish)
         except BaseException:
             self.store.remove_temp(temp.name)
             raise
+        return _Fetched(calls, digest, temp, finished=finished)
 
-    def _finish_in_thread(self, descriptor: Descriptor, temp: TempFile, publish: bool) -> Finished:
+    def _copy_piece(self, piece: int, kept: Descriptor | None, view: memoryview) -> _Fetched:
+        opened = None
+        with self._begin:
+            if kept is None:
+                kept = self._opened
+            if kept is None:
+                kept = opened = self._opened = self._open()
+            if self._temp is None:
+                self._temp = self.store.create(self.file.key, self.file.version.size)
+            temp = self._temp
+        offset = piece * PIECE_SIZE
+        calls, _ = self._source.read_into(kept, self.file, offset, view)
+        self._source.data.soon(self._arrived, piece, view)
+        digest: int = xxhash.xxh3_64_intdigest(view)
+        self._write(temp, view, offset)
+        return _Fetched(calls, digest, temp, opened)
+
+    def _write(self, temp: TempFile, view: memoryview, offset: int) -> None:
+        """Write a piece, or leave it as the hole it is: a piece of zeros takes no space, here as at the source."""
+        if len(view) < PIECE_SIZE or view.obj != _ZEROS:
+            self.store.write(temp, view, offset)
+
+    def _finish_in_thread(self, descriptor: Descriptor | None, temp: TempFile, publish: bool) -> Finished:
+        descriptor = descriptor or self._open()
         if not self._source.check_version(descriptor, self.file):
             raise StaleFile(f"{os.fsdecode(self.file.path)} was removed at the source")
         allocated = self.store.allocated(temp)
@@ -335,3 +409,17 @@ class Fill:
         if publish:
             self.store.publish(self.file.key, digest, temp.name)
         return Finished(digest, allocated, publish)
+
+
+def _read_parts(store: Store, descriptor: Descriptor, parts: list[tuple[memoryview, int]]) -> None:
+    for view, offset in parts:
+        store.read(descriptor, view, offset)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _pieces_of(offset: int, length: int) -> range:
+    """The pieces that a range of at least one byte touches."""
+    return range(offset // PIECE_SIZE, (offset + length - 1) // PIECE_SIZE + 1)

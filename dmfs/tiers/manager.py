@@ -7,6 +7,7 @@ more.
 A fault of a tier never reaches a reader: the next tier or the source serves it. The source's own errors do reach it.
 """
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,12 +72,11 @@ class Manager:
         self._fills: dict[FileKey, Fill] = {}
         self._users: dict[FileKey, int] = {}
         self._recheck = Recheck(source, clock=clock, is_immutable=is_immutable, on_changed=self._copy_discarded)
-        self._queue = FillQueue(self._fetch, self._is_open, pieces=pieces_in_flight, fills=fills)
+        self._queue = FillQueue(self._is_open, pieces=pieces_in_flight, fills=fills)
 
     async def run(self, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:
         """Scan the tiers and run fills until cancelled. Call `drain` before that, or young copies are lost."""
         async with trio.open_nursery() as nursery:
-            self._queue.start(nursery)
             for store in self.stores:
                 nursery.start_soon(store.scan)
             nursery.start_soon(self._recheck.run)
@@ -111,15 +111,21 @@ class Manager:
     # ---- open and close
 
     def open_nowait(self, file: DataFile) -> bool:
-        """Open a file that needs no wait: True if a copy is here. False: nothing was done, call `open`."""
+        """Open a file that needs no wait:
+
+        True if a copy is here, or it is empty. False: nothing was done, call `open`.
+        """
         if file.version.size and not any(store.get(file.key) for store in self.stores):
             return False
         self._pin(file.key)
         self._metrics.local.opens += 1
         return True
 
-    async def open(self, file: DataFile) -> None:
+    async def open(self, file: DataFile) -> Served | None:
         """Open a file; `close` must follow if this returns.
+
+        Returns:
+            Where reads of this handle are counted, wherever they find the bytes by then; None: by what each finds.
 
         A small file is fetched before this returns, so that its first read is a hit; of a larger one only the version
         is checked.
@@ -130,13 +136,12 @@ class Manager:
         """
         await self._wait_scanned()
         if self.open_nowait(file):
-            return
+            return None
         self._pin(file.key)
+        is_small = file.version.size <= self._open_wait
         try:
-            fill = self._fills.get(file.key)
-            if file.version.size <= self._open_wait:
-                fill = fill or self._start_fill(file)
-            if fill is not None and file.version.size <= self._open_wait:
+            fill = self._fills.get(file.key) or (self._start_fill(file) if is_small else None)
+            if fill is not None and is_small:
                 with trio.move_on_after(self._open_wait_seconds):
                     await self._wait_whole(fill)
             else:
@@ -145,6 +150,7 @@ class Manager:
             self.close(file)
             raise
         self._metrics.source_served.opens += 1
+        return self._metrics.source_served if is_small else None
 
     def close(self, file: DataFile) -> None:
         """Take back one open."""
@@ -177,25 +183,21 @@ class Manager:
 
     # ---- reading
 
-    def read_nowait(self, file: DataFile, view: memoryview, offset: int) -> bool:
-        """Fill `view` from what is here.
+    def read_nowait(self, file: DataFile, view: memoryview, offset: int) -> Served | None:
+        """Fill `view` from what is here, and say where that was: the counters to add to.
 
-        False if that would wait or cannot be: call `read`. The range lies within the file.
+        None if it would wait or cannot be: call `read`. The range lies within the file and is not empty.
         """
         opened = self._copies.get(file.key) or self._open_copy_nowait(file.key)
         if opened is not None:
-            if opened.store.read_nowait(opened.descriptor, view, offset):
-                self._count(self._metrics.local, view)
-                return True
-            return False
+            return self._metrics.local if opened.store.read_nowait(opened.descriptor, view, offset) else None
         fill = self._fills.get(file.key)
         if fill is not None and fill.read_nowait(view, offset):
-            self._count(self._metrics.source_served, view)
-            return True
-        return False
+            return self._metrics.source_served
+        return None
 
-    async def read(self, file: DataFile, view: memoryview, offset: int) -> None:
-        """Fill `view`. The range lies within the file.
+    async def read(self, file: DataFile, view: memoryview, offset: int) -> Served:
+        """Fill `view`, and say from where. The range lies within the file and is not empty.
 
         A cancelled reader leaves at once; a thread may still write into `view`, so it must not be used for anything
         else then.
@@ -205,19 +207,19 @@ class Manager:
             OSError: the source's own.
         """
         await self._wait_scanned()
+        # A fill may end while it is waited for, well (then its copy is here) or because its tier failed (then the next
+        # one is asked): once for each tier, and once more.
         for _ in range(len(self.stores) + 1):
             if await self._read_copy(file, view, offset):
-                self._count(self._metrics.local, view)
-                return
-            try:
-                if await self._read_fill(file, view, offset):
-                    self._count(self._metrics.source_served, view)
-                    return
-            except TierUnavailable:
-                continue  # the fill is over, and its tier out of service: the next one, or none
-            break
+                return self._metrics.local
+            fill = self._fills.get(file.key) or self._start_fill(file)
+            if fill is None:
+                break
+            with contextlib.suppress(TierUnavailable):
+                if await self._read_fill(fill, view, offset):
+                    return self._metrics.source_served
         await self._read_source(file, view, offset)
-        self._count(self._metrics.source_served, view)
+        return self._metrics.source_served
 
     async def seek(self, file: DataFile, offset: int, whence: int) -> int:
         """lseek(2) with SEEK_DATA or SEEK_HOLE:
@@ -228,11 +230,6 @@ class Manager:
         if opened is None:
             return await self.source.seek(file, offset, whence)
         return await self._tier_threads.run(file.path, os.lseek, opened.descriptor.fd, offset, whence)
-
-    @staticmethod
-    def _count(served: Served, view: memoryview) -> None:
-        served.reads += 1
-        served.bytes += len(view)
 
     def _open_copy_nowait(self, key: FileKey) -> _OpenCopy | None:
         for store in self.stores:
@@ -275,11 +272,8 @@ class Manager:
             return True
         return False
 
-    async def _read_fill(self, file: DataFile, view: memoryview, offset: int) -> bool:
-        """Read by way of a fill, the running one or a new one. False if there is no room for one."""
-        fill = self._fills.get(file.key) or self._start_fill(file)
-        if fill is None:
-            return False
+    async def _read_fill(self, fill: Fill, view: memoryview, offset: int) -> bool:
+        """Read by way of a running fill. False if it has ended meanwhile. Raises what the fill says."""
         first, last = offset // PIECE_SIZE, (offset + len(view) - 1) // PIECE_SIZE
         # A read within the first piece may be no more than a look at the header: that piece is all it costs.
         if last > 0 and fill.outcome is Outcome.RUNNING:
@@ -292,7 +286,10 @@ class Manager:
                 if wait.error is not None:
                     raise wait.error
         if not fill.read_nowait(view, offset):
-            await self._tier_threads.run(file.path, fill.read_here, view, offset)
+            read_in_thread = fill.reader(view, offset)
+            if read_in_thread is None:
+                return False
+            await self._tier_threads.run(fill.file.path, read_in_thread)
         return True
 
     async def _read_source(self, file: DataFile, view: memoryview, offset: int) -> None:
@@ -321,6 +318,9 @@ class Manager:
                     reservation,
                     self.source,
                     can_publish_at_once=lambda file: not self._recheck.is_needed(file),
+                    on_progress=self._progressed,
+                    on_finished=self._complete,
+                    on_error=self._failed,
                 )
                 self._fills[file.key] = fill
                 return fill
@@ -342,27 +342,28 @@ class Manager:
             if wait.error is not None:
                 return
 
-    async def _fetch(self, fill: Fill, piece: int) -> None:
-        """Fetch one piece, for the queue: whatever happens to it is dealt with here."""
-        try:
-            finished = await fill.fetch(piece)
-        except StaleFile:
-            self._forget(fill)
-            self.on_changed(fill.file)
-        except TierUnavailable as exc:
-            self._forget(fill)
+    def _progressed(self, fill: Fill, size: int) -> None:
+        self._metrics.fills.bytes += size
+
+    def _failed(self, fill: Fill, exc: Exception) -> None:
+        """A fill is over or broken. One that still has its pieces stays, for those who have the file open."""
+        self._queue.remove(fill)
+        self._metrics.fills.failed += 1
+        if isinstance(exc, TierUnavailable):
             self._tier_failed(fill.store, exc)
-        except OSError as exc:
-            self._queue.remove(fill)
-            self._metrics.fills.failed += 1
+        elif not isinstance(exc, StaleFile):
             path = os.fsdecode(fill.file.path)
-            self._errors.add(f"source: {path}: {exc.strerror}", kind=f"source read {exc.errno}")
-            if not self._is_open(fill) and not fill.has_waiters:
-                self._drop(fill)
-        else:
-            self._metrics.fills.bytes += fill.piece_length(piece)
-            if finished is not None:
-                self._complete(fill, finished)
+            if isinstance(exc, OSError):
+                self._errors.add(f"source: {path}: {exc.strerror}", kind=f"source read {exc.errno}")
+            else:
+                self._errors.add(f"fault in copying {path}: {exc!r}", exc, kind=f"copying {type(exc).__name__}")
+        if fill.outcome is Outcome.OVER:
+            self._fills.pop(fill.file.key, None)
+            self.source.close(fill.file.key)
+        elif not self._is_open(fill) and not fill.has_waiters:
+            self._drop(fill)
+        if isinstance(exc, StaleFile):
+            self.on_changed(fill.file)
 
     def _complete(self, fill: Fill, finished: Finished) -> None:
         file, store = fill.file, fill.store
@@ -374,19 +375,6 @@ class Manager:
         self.source.close(file.key)
         if not finished.is_published:
             self._recheck.add(file, store, copy)
-
-    def _forget(self, fill: Fill) -> None:
-        """A fill failed:
-
-        the next reader starts anew. One that has all pieces stays, for those who have the file open.
-        """
-        self._queue.remove(fill)
-        self._metrics.fills.failed += 1
-        if fill.outcome is Outcome.OVER:
-            self._fills.pop(fill.file.key, None)
-            self.source.close(fill.file.key)
-        elif not self._is_open(fill) and not fill.has_waiters:
-            self._drop(fill)
 
     def _drop(self, fill: Fill) -> None:
         """Nobody wants this fill any more."""

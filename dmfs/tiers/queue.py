@@ -6,45 +6,29 @@ alone, and the pieces in flight do not all wait for the source, then all for the
 """
 
 from collections import deque
-from collections.abc import Awaitable, Callable
-
-import trio
+from collections.abc import Callable
+from functools import partial
 
 from dmfs.tiers.fill import Fill
 
 
 class FillQueue:
-    """Hands pieces to at most `pieces` tasks.
+    """Lets at most `pieces` pieces be fetched at once, of which whole fills take a quarter.
 
-    Attributes:
-        fetch: called for each piece, in a task; must not raise.
-        is_open: whether a file has readers, which decides the order of whole fills.
+    `is_open` tells whether a file has readers, which decides the order of whole fills.
     """
 
-    def __init__(
-        self,
-        fetch: Callable[[Fill, int], Awaitable[None]],
-        is_open: Callable[[Fill], bool],
-        *,
-        pieces: int,
-        fills: int,
-    ) -> None:
-        self._fetch = fetch
+    def __init__(self, is_open: Callable[[Fill], bool], *, pieces: int, fills: int) -> None:
         self._is_open = is_open
         self._pieces = pieces
         self._background_pieces = max(1, pieces // 4)
         self._fills = fills
-        self._nursery: trio.Nursery | None = None
         self._asked: deque[tuple[Fill, int]] = deque()
         self._active: deque[Fill] = deque()  # whole fills that take turns, at most `fills`
         self._queued: deque[Fill] = deque()  # whole fills that wait for a place
         self._closed: deque[Fill] = deque()  # the same, of files that were closed after they had been started
         self._running = 0
         self._running_background = 0
-
-    def start(self, nursery: trio.Nursery) -> None:
-        """Tasks are started in `nursery` from now on."""
-        self._nursery = nursery
 
     @property
     def queued(self) -> int:
@@ -55,14 +39,14 @@ class FillQueue:
         """A reader waits for this piece."""
         if fill.needs(piece):
             self._asked.append((fill, piece))
-            self._start_tasks()
+            self._start()
 
     def add(self, fill: Fill) -> None:
         """Fetch the whole file. Again for a fill that is here already: nothing happens."""
         if not fill.is_wanted_whole:
             fill.is_wanted_whole = True
             self._queued.append(fill)
-            self._start_tasks()
+            self._start()
 
     def remove(self, fill: Fill) -> None:
         """Stop fetching what nobody asked for."""
@@ -71,32 +55,25 @@ class FillQueue:
             if fill in fills:
                 fills.remove(fill)
 
-    def _start_tasks(self) -> None:
-        assert self._nursery is not None
+    def _start(self) -> None:
         while self._running < self._pieces:
             job = self._next()
             if job is None:
                 return
-            self._running += 1
-            self._nursery.start_soon(self._work, *job)
-
-    async def _work(self, fill: Fill, piece: int, is_background: bool) -> None:
-        while True:
-            try:
-                await self._fetch(fill, piece)
-            finally:
-                self._running_background -= is_background
-            job = self._next()
-            if job is None:
-                self._running -= 1
-                return
             fill, piece, is_background = job
+            self._running += 1
+            self._running_background += is_background
+            fill.fetch(piece, partial(self._done, is_background))
+
+    def _done(self, is_background: bool) -> None:
+        self._running -= 1
+        self._running_background -= is_background
+        self._start()
 
     def _next(self) -> tuple[Fill, int, bool] | None:
         while self._asked:
             fill, piece = self._asked.popleft()
             if fill.needs(piece):
-                fill.start_piece(piece)
                 return fill, piece, False
         if self._running_background >= self._background_pieces:
             return None
@@ -109,8 +86,6 @@ class FillQueue:
                     continue
                 next_piece = fill.next_piece()
                 if next_piece is not None:
-                    fill.start_piece(next_piece)
-                    self._running_background += 1  # now, since several may be handed out before the first one runs
                     return fill, next_piece, True
         return None
 

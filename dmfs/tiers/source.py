@@ -9,11 +9,9 @@ import os
 import stat
 from collections.abc import Callable
 
-import trio
-
 from dmfs.errors import StaleFile
 from dmfs.metrics import Metrics
-from dmfs.tiers.descriptors import LRU, Descriptor
+from dmfs.tiers.descriptors import LRU, Descriptor, SourceDescriptor
 from dmfs.tiers.threads import CallThreads
 from dmfs.types import Attributes, Clock, DataFile, DirEntry, FileKey, VersionFrom, pack_attributes, unpack_attributes
 
@@ -113,14 +111,14 @@ class Source:
     ) -> list[DirEntry]:
         directory = Descriptor(self._open_beneath(path, os.O_DIRECTORY))
         attributes = pack_attributes(os.fstat(directory.fd))
-        trio.from_thread.run_sync(on_start, attributes)
+        self.metadata.soon(on_start, attributes)
         batch: list[DirEntry] = []
         # By way of /proc, since scandir gives names as bytes only for a path of bytes.
         with os.scandir(b"/proc/self/fd/%d" % directory.fd) as entries:
             for entry in entries:
                 batch.append(DirEntry(entry.name, entry.inode(), _entry_type(entry)))
                 if len(batch) == LISTING_BATCH:
-                    trio.from_thread.run_sync(on_entries, batch)
+                    self.metadata.soon(on_entries, batch)
                     batch = []
         return batch
 
@@ -154,7 +152,7 @@ class Source:
     def open_file(self, file: DataFile) -> Descriptor:
         """Open a file and check its version. Blocks. Raises StaleFile and OSError."""
         try:
-            descriptor = Descriptor(self._open_beneath(file.path, 0))
+            descriptor = SourceDescriptor(self._open_beneath(file.path, 0))
         except OSError as exc:
             if exc.errno in MOVED:
                 raise StaleFile(f"{os.fsdecode(file.path)} is gone from the source") from exc
@@ -173,9 +171,9 @@ class Source:
         """Raise StaleFile unless the open file still has the bytes of the version meant. Blocks.
 
         Returns:
-            True if it is that version to the last time stamp. False if only its ctime differs because it was unlinked or
-            replaced by rename while it was open: it keeps its bytes, readers go on as they would natively, but there is
-            nobody left to publish it for.
+            True if it is that version to the last time stamp. False if only its ctime differs because it was unlinked
+            or replaced by rename while it was open: it keeps its bytes, readers go on as they would natively, but
+            there is nobody left to publish it for.
         """
         st = os.fstat(descriptor.fd)
         if st.st_size == file.version.size and st.st_mtime_ns == file.version.mtime_ns and stat.S_ISREG(st.st_mode):

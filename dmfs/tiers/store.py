@@ -28,7 +28,7 @@ from dmfs.errors import CopyDamaged, TierUnavailable
 from dmfs.tiers.descriptors import Descriptor
 from dmfs.tiers.folder import OBJECTS, DatasetFolder
 from dmfs.tiers.nowait import open_cached
-from dmfs.types import PIECE_SIZE, Clock, GiB, FileKey, hex_key
+from dmfs.types import PIECE_SIZE, Clock, FileKey, GiB, hex_key
 
 ReadMode = Literal["nowait", "memory", "thread"]
 """How a copy is read:

@@ -2,40 +2,43 @@
 
 A call to the source can take as long as the source likes. So each pool has its own limit (metadata never queues
 behind data), a cancelled caller does not wait for its thread, and `waiting()` names every call that is under way, for
-`dmfs status`.
+`dmfs status`. Made of the same parts as trio.to_thread, without a turn of the event loop before the thread starts.
 """
 
-import itertools
+import contextlib
+from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
 from dmfs.types import Clock
 
+if TYPE_CHECKING:
+    import outcome
+
 T = TypeVar("T")
 
 
-class _Places:
-    """A limit of threads for trio.to_thread: like trio.CapacityLimiter, but a free place costs no turn of the event loop."""
+class _Call:
+    __slots__ = ("function", "on_done", "path", "started")
 
-    def __init__(self, count: int) -> None:
-        self._free = count
-        self._waiting = trio.lowlevel.ParkingLot()
-
-    async def acquire_on_behalf_of(self, borrower: object) -> None:
-        if self._free:
-            self._free -= 1
-        else:
-            await self._waiting.park()  # woken by `release`, which leaves its place to this one
-
-    def release_on_behalf_of(self, borrower: object) -> None:
-        if not self._waiting.unpark():
-            self._free += 1
+    def __init__(
+        self,
+        path: bytes,
+        started: float,
+        function: Callable[[], Any],
+        on_done: "Callable[[outcome.Outcome[Any]], None]",
+    ) -> None:
+        self.path = path
+        self.started = started
+        self.function = function
+        self.on_done = on_done
 
 
 class CallThreads:
-    """A bounded set of threads for blocking calls.
+    """A bounded set of threads for blocking calls, to be made inside a trio event loop.
 
     Attributes:
         limit: how many calls may be under way at once; the others wait in order.
@@ -43,10 +46,11 @@ class CallThreads:
 
     def __init__(self, limit: int, clock: Clock) -> None:
         self.limit = limit
-        self._places = _Places(limit)
         self._clock = clock
-        self._calls: dict[int, tuple[bytes, float]] = {}
-        self._ids = itertools.count()
+        self._free = limit
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._running: dict[int, _Call] = {}
+        self._queued: deque[_Call] = deque()
 
     async def run(self, path: bytes, function: Callable[..., T], *args: object) -> T:
         """Run `function(*args)` in a thread and return what it returns.
@@ -54,30 +58,62 @@ class CallThreads:
         A cancelled caller leaves at once; the call itself goes on and its result is dropped, so `function` must not
         hand out anything that has to be closed by hand.
         """
-        call = next(self._ids)
-        self._calls[call] = (path, self._clock.monotonic())
-        is_started = False
+        await trio.lowlevel.checkpoint_if_cancelled()
+        task = trio.lowlevel.current_task()
+        call = self._add(path, partial(function, *args), partial(trio.lowlevel.reschedule, task))
 
-        def run_in_thread() -> T:
-            nonlocal is_started
-            is_started = True
-            try:
-                return function(*args)
-            finally:
-                del self._calls[call]
+        def abandon(_: object) -> trio.lowlevel.Abort:
+            call.on_done = _ignore
+            if call in self._queued:
+                self._queued.remove(call)
+            return trio.lowlevel.Abort.SUCCEEDED
 
-        try:
-            return await trio.to_thread.run_sync(
-                run_in_thread,
-                thread_name="dmfs",  # the same for all, or each call would rename its thread
-                abandon_on_cancel=True,
-                limiter=self._places,  # type: ignore[arg-type]  # documented: anything with these two methods
-            )
-        finally:
-            if not is_started:
-                self._calls.pop(call, None)
+        result: T = await trio.lowlevel.wait_task_rescheduled(abandon)
+        return result
+
+    def start(self, path: bytes, function: Callable[[], T], on_done: "Callable[[outcome.Outcome[T]], None]") -> None:
+        """Run `function()` in a thread, and `on_done` with its outcome in the event loop, where it must not raise."""
+        self._add(path, function, on_done)
+
+    def soon(self, function: Callable[..., object], *args: object) -> None:
+        """Called in a thread of this pool: run `function(*args)` in the event loop, without waiting for it."""
+        assert self._token is not None
+        self._token.run_sync_soon(function, *args)
 
     def waiting(self) -> list[tuple[bytes, float]]:
-        """(path, age in seconds) of every call under way or queued, oldest first. Safe from the event loop's thread."""
+        """(path, age in seconds) of every call under way or queued, oldest first."""
         now = self._clock.monotonic()
-        return sorted(((path, now - started) for path, started in list(self._calls.values())), key=lambda c: -c[1])
+        calls = [*self._running.values(), *self._queued]
+        return sorted(((call.path, now - call.started) for call in calls), key=lambda c: -c[1])
+
+    def _add(self, path: bytes, function: Callable[[], T], on_done: "Callable[[outcome.Outcome[T]], None]") -> _Call:
+        call = _Call(path, self._clock.monotonic(), function, on_done)
+        if self._free:
+            self._launch(call)
+        else:
+            self._queued.append(call)
+        return call
+
+    def _launch(self, call: _Call) -> None:
+        if self._token is None:
+            self._token = trio.lowlevel.current_trio_token()
+        self._free -= 1
+        self._running[id(call)] = call
+        trio.lowlevel.start_thread_soon(call.function, partial(self._deliver, call), "dmfs")
+
+    def _deliver(self, call: _Call, result: "outcome.Outcome[Any]") -> None:
+        """In the thread, after the call."""
+        assert self._token is not None
+        with contextlib.suppress(trio.RunFinishedError):  # the daemon has ended meanwhile
+            self._token.run_sync_soon(self._finish, call, result)
+
+    def _finish(self, call: _Call, result: "outcome.Outcome[Any]") -> None:
+        del self._running[id(call)]
+        self._free += 1
+        if self._queued:
+            self._launch(self._queued.popleft())
+        call.on_done(result)
+
+
+def _ignore(result: "outcome.Outcome[Any]") -> None:
+    pass

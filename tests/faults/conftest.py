@@ -1,4 +1,7 @@
-"""Fixtures of the fault tests: sources that misbehave. In a test's arguments they stand before `dmfs_mount`, to outlive it."""
+"""Fixtures of the fault tests: sources that misbehave.
+
+Among a test's arguments they stand before `dmfs_mount`, so that they outlive the mount.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""A source that answers errors: what is cached is served, what is not gets that very error, and nothing is lost (A14)."""
+"""A source that answers errors: what is cached is served, the rest gets that very error, nothing is lost (A14)."""
 
 import errno
 import os
