@@ -7,6 +7,7 @@ decided by `queue`, what happens with a finished copy by `manager`.
 Each piece is one call in a thread, on references of its own; all other state changes in the event loop.
 """
 
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -29,10 +30,14 @@ if TYPE_CHECKING:
 
 ABSENT, IN_FLIGHT, HERE = range(3)
 
-_buffers: list[bytearray] = []
-"""Buffers of one piece that nobody uses. As many as there were ever pieces in flight at once, which is bounded."""
+_buffers: list[mmap.mmap] = []
+"""Buffers of one piece that nobody uses. As many as there were ever pieces in flight at once, which is bounded.
+
+Maps, since those begin on a page: direct I/O into anything else costs a request more for each that it splits.
+"""
 
 _ZEROS = bytes(PIECE_SIZE)
+_ZERO_DIGEST: int = xxhash.xxh3_64_intdigest(_ZEROS)
 
 
 class Outcome(Enum):
@@ -66,7 +71,6 @@ class Finished:
 class _Fetched:
     """What a thread did for a piece. `opened` is a descriptor to keep, `finished` the end of a file of one piece."""
 
-    calls: int
     digest: int
     temp: TempFile
     opened: Descriptor | None = None
@@ -125,6 +129,7 @@ class Fill:
         self._memory: dict[int, memoryview] = {}  # pieces that are here and still being written
         self._temp: TempFile | None = None
         self._opened: Descriptor | None = None  # of the source, where it was not open before
+        self._end_error: DmfsError | None = None  # what `end` was told
         self._begin = threading.Lock()  # held by the thread that opens both files, for all pieces
         self._is_clean = False
 
@@ -191,15 +196,31 @@ class Fill:
         return partial(_read_parts, self.store, self._temp.descriptor, rest)
 
     def wait_for(self, piece: int) -> PieceWait | None:
-        """Wait for a piece: the wait to await, or None if it is here. The caller tells the queue."""
+        """Wait for a piece: the wait to await, or None if it is here. The caller tells the queue.
+
+        Raises:
+            DmfsError: the fill has ended without it, and nobody would end the wait.
+        """
         if self._pieces[piece] == HERE:
             return None
+        if self._end_error is not None:
+            raise self._end_error
         wait = self._waits.get(piece)
         if wait is None:
             wait = self._waits[piece] = PieceWait()
         return wait
 
     # ---- for the queue and the manager
+
+    @property
+    def is_idle(self) -> bool:
+        """True if this may be dropped once nobody has the file open.
+
+        A file of one piece that is on its way is as good as whole: dropped, it would be fetched twice.
+        """
+        if self.piece_count == 1:
+            return not self._in_flight
+        return not self.is_wanted_whole or not self.has_started
 
     def needs(self, piece: int) -> bool:
         """True if the piece is neither here nor on its way, and the fill goes on."""
@@ -211,22 +232,28 @@ class Fill:
             self._next += 1
         return self._next if self._next < self.piece_count else None
 
-    def fetch(self, piece: int, on_done: Callable[[], None]) -> None:
-        """Start to fetch a piece; `on_done` is called last, in the event loop, whatever came of it."""
+    def fetch(self, piece: int, *, on_done: Callable[[], None], on_stuck: Callable[[], None]) -> None:
+        """Start to fetch a piece.
+
+        Args:
+            on_done: called last, in the event loop, whatever came of it.
+            on_stuck: called if the source takes so long that others should not wait for it.
+        """
         self._pieces[piece] = IN_FLIGHT
         self._in_flight += 1
-        buffer = _buffers.pop() if _buffers else bytearray(PIECE_SIZE)
+        buffer = _buffers.pop() if _buffers else mmap.mmap(-1, PIECE_SIZE)
         view = memoryview(buffer)[: self._length(piece)]
         kept = self._source.kept(self.file.key)
         if self.piece_count == 1:
             function = partial(self._copy_file, kept, view, self._can_publish_at_once(self.file))
         else:
             function = partial(self._copy_piece, piece, kept, view)
-        self._source.data.start(self.file.path, function, partial(self._fetched, piece, buffer, on_done))
+        self._source.data.start(self.file.path, function, partial(self._fetched, piece, buffer, on_done), on_stuck)
 
     def end(self, error: DmfsError) -> None:
         """The fill is over without a copy; whoever waits gets `error`."""
         self.outcome = Outcome.OVER
+        self._end_error = error
         for piece in list(self._waits):
             self._wake(piece, error)
         self._clean_up()
@@ -252,7 +279,7 @@ class Fill:
         self._wake(piece, None)
 
     def _fetched(
-        self, piece: int, buffer: bytearray, on_done: Callable[[], None], result: "outcome.Outcome[_Fetched]"
+        self, piece: int, buffer: mmap.mmap, on_done: Callable[[], None], result: "outcome.Outcome[_Fetched]"
     ) -> None:
         """The thread of a piece has ended."""
         self._in_flight -= 1
@@ -272,20 +299,20 @@ class Fill:
         self._temp = fetched.temp
         self._digests[piece] = fetched.digest
         self._reservation.wrote(length)
-        self._source.count_reads(fetched.calls, length)
-        if fetched.opened is not None:
+        if fetched.opened is not None and self.outcome is not Outcome.OVER:
             self._source.keep(self.file.key, fetched.opened)
-        self._on_progress(self, length)
-        if self._missing or self._in_flight or self.outcome is not Outcome.RUNNING:
-            return
-        if self.piece_count > 1:
+        if self.piece_count == 1 and self.outcome is not Outcome.OVER:
+            if fetched.finished is not None:
+                self._on_finished(self, fetched.finished)  # whole and checked, whatever went wrong before
+            else:
+                self._break()
+        elif not self._missing and not self._in_flight and self.outcome is Outcome.RUNNING:
             self._finish()
-        elif fetched.finished is not None:
-            self._on_finished(self, fetched.finished)
-        else:
-            self._break()
+        self._on_progress(self, length)
 
     def _failed(self, piece: int, exc: Exception) -> None:
+        if self.outcome is Outcome.OVER:
+            return  # dropped meanwhile: nobody is left to be told
         is_shown = self._pieces[piece] == HERE
         if isinstance(exc, StaleFile | TierUnavailable) or is_shown:
             self.end(exc if isinstance(exc, DmfsError) else TierUnavailable(f"cache {self.store.path}: {exc!r}"))
@@ -301,10 +328,13 @@ class Fill:
         self._in_flight += 1
         self.is_wanted_whole = True  # so that nobody drops it meanwhile
         assert self._temp is not None
-        descriptor = self._source.kept(self.file.key)
+        descriptor = self._source.kept(self.file.key) or self._opened
         publish = self._can_publish_at_once(self.file)
         self._source.data.start(
-            self.file.path, partial(self._finish_in_thread, descriptor, self._temp, publish), self._finish_done
+            self.file.path,
+            partial(self._finish_in_thread, descriptor, self._temp, publish),
+            self._finish_done,
+            _nothing,
         )
 
     def _finish_done(self, result: "outcome.Outcome[Finished]") -> None:
@@ -313,8 +343,9 @@ class Fill:
             finished = result.unwrap()
         except Exception as exc:
             # Every piece was checked and is here: those who have it open read on, but there is nothing to publish.
-            self._break()
-            self._on_error(self, exc)
+            if self.outcome is not Outcome.OVER:
+                self._break()
+                self._on_error(self, exc)
         else:
             if self.outcome is Outcome.RUNNING:
                 self._on_finished(self, finished)
@@ -349,23 +380,23 @@ class Fill:
 
     def _open(self) -> Descriptor:
         try:
-            return self._source.open_file(self.file)
+            descriptor = self._source.open_file(self.file)
         except OSError as exc:
             self.open_error = exc
             raise
+        self.open_error = None
+        return descriptor
 
     def _copy_file(self, kept: Descriptor | None, view: memoryview, publish: bool) -> _Fetched:
         """A file of one piece in one go: opened, read, checked, shown, written, published and closed."""
         descriptor = kept or self._open()
-        calls, is_current = self._source.read_into(descriptor, self.file, 0, view)
+        is_current = self._source.read_into(descriptor, self.file, 0, view)
         self._source.data.soon(self._arrived, 0, view)
-        if kept is None:
-            self._source.data.soon(self._source.count_open)
         del descriptor
         digest: int = xxhash.xxh3_64_intdigest(view)
         temp = self.store.create(self.file.key, len(view))
         try:
-            self._write(temp, view, 0)
+            self._write(temp, view, 0, digest)
             finished = None
             if is_current:
                 finished = Finished(digest, self.store.allocated(temp), publish)
@@ -374,11 +405,13 @@ class Fill:
         except BaseException:
             self.store.remove_temp(temp.name)
             raise
-        return _Fetched(calls, digest, temp, finished=finished)
+        return _Fetched(digest, temp, finished=finished)
 
     def _copy_piece(self, piece: int, kept: Descriptor | None, view: memoryview) -> _Fetched:
         opened = None
         with self._begin:
+            if self.outcome is Outcome.OVER:
+                raise TierUnavailable("dropped before it began")
             if kept is None:
                 kept = self._opened
             if kept is None:
@@ -387,15 +420,16 @@ class Fill:
                 self._temp = self.store.create(self.file.key, self.file.version.size)
             temp = self._temp
         offset = piece * PIECE_SIZE
-        calls, _ = self._source.read_into(kept, self.file, offset, view)
+        self._source.read_into(kept, self.file, offset, view)
         self._source.data.soon(self._arrived, piece, view)
         digest: int = xxhash.xxh3_64_intdigest(view)
-        self._write(temp, view, offset)
-        return _Fetched(calls, digest, temp, opened)
+        self._write(temp, view, offset, digest)
+        return _Fetched(digest, temp, opened)
 
-    def _write(self, temp: TempFile, view: memoryview, offset: int) -> None:
+    def _write(self, temp: TempFile, view: memoryview, offset: int, digest: int) -> None:
         """Write a piece, or leave it as the hole it is: a piece of zeros takes no space, here as at the source."""
-        if len(view) < PIECE_SIZE or view.obj != _ZEROS:
+        # The digest asks cheaply, the bytes decide.
+        if digest != _ZERO_DIGEST or len(view) < PIECE_SIZE or bytes(view) != _ZEROS:
             self.store.write(temp, view, offset)
 
     def _finish_in_thread(self, descriptor: Descriptor | None, temp: TempFile, publish: bool) -> Finished:

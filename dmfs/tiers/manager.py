@@ -8,12 +8,13 @@ A fault of a tier never reaches a reader: the next tier or the source serves it.
 """
 
 import contextlib
+import math
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from dmfs.errors import CopyDamaged, DmfsError, StaleFile, TierUnavailable
+from dmfs.errors import CopyDamaged, StaleFile, TierUnavailable
 from dmfs.log import ErrorLog
 from dmfs.metrics import Metrics, Served
 from dmfs.tiers.descriptors import LRU, Descriptor
@@ -21,7 +22,7 @@ from dmfs.tiers.fill import Fill, Finished, Outcome
 from dmfs.tiers.queue import FillQueue
 from dmfs.tiers.recheck import Recheck
 from dmfs.tiers.source import Source
-from dmfs.tiers.store import Store
+from dmfs.tiers.store import Copy, Store
 from dmfs.tiers.threads import CallThreads
 from dmfs.types import PIECE_SIZE, Clock, DataFile, FileKey
 
@@ -80,6 +81,8 @@ class Manager:
             for store in self.stores:
                 nursery.start_soon(store.scan)
             nursery.start_soon(self._recheck.run)
+            nursery.start_soon(self.source.metadata.watch)
+            nursery.start_soon(self.source.data.watch)
             task_status.started()
             await trio.sleep_forever()
 
@@ -99,9 +102,9 @@ class Manager:
     def statistics(self) -> dict[str, object]:
         """`fills` of `dmfs status`."""
         counts = self._metrics.fills
-        queued = self._queue.queued
+        queued = sum(not fill.has_started for fill in self._fills.values())
         return {
-            "active": max(0, len(self._fills) - queued),
+            "active": len(self._fills) - queued,
             "queued": queued,
             "done": counts.done,
             "failed": counts.failed,
@@ -115,7 +118,7 @@ class Manager:
 
         True if a copy is here, or it is empty. False: nothing was done, call `open`.
         """
-        if file.version.size and not any(store.get(file.key) for store in self.stores):
+        if file.version.size and not self._has_copy(file.key):
             return False
         self._pin(file.key)
         self._metrics.local.opens += 1
@@ -140,12 +143,9 @@ class Manager:
         self._pin(file.key)
         is_small = file.version.size <= self._open_wait
         try:
-            fill = self._fills.get(file.key) or (self._start_fill(file) if is_small else None)
-            if fill is not None and is_small:
-                with trio.move_on_after(self._open_wait_seconds):
-                    await self._wait_whole(fill)
-            else:
-                await self.source.open(file)
+            with trio.move_on_after(self._open_wait_seconds if is_small else math.inf):
+                if not (is_small and await self._fill_now(file)):
+                    await self.source.open(file)
         except BaseException:
             self.close(file)
             raise
@@ -161,10 +161,12 @@ class Manager:
         if self._users[key]:
             return
         del self._users[key]
+        if not self._has_copy(key):
+            self._copies.drop(key)  # given up while it was open
         fill = self._fills.get(key)
         if fill is None:
             self.source.close(key)
-        elif not fill.is_wanted_whole or not fill.has_started:
+        elif fill.is_idle:
             self._drop(fill)
 
     async def _wait_scanned(self) -> None:
@@ -180,6 +182,9 @@ class Manager:
 
     def _is_open(self, fill: Fill) -> bool:
         return fill.file.key in self._users
+
+    def _has_copy(self, key: FileKey) -> bool:
+        return any(store.get(key) is not None for store in self.stores)
 
     # ---- reading
 
@@ -208,10 +213,15 @@ class Manager:
         """
         await self._wait_scanned()
         # A fill may end while it is waited for, well (then its copy is here) or because its tier failed (then the next
-        # one is asked): once for each tier, and once more.
-        for _ in range(len(self.stores) + 1):
-            if await self._read_copy(file, view, offset):
-                return self._metrics.local
+        # one is asked): once for each tier, and twice more for a damaged copy and the end of the fill that mends it.
+        for _ in range(len(self.stores) + 2):
+            try:
+                if await self._read_copy(file, view, offset):
+                    return self._metrics.local
+            except CopyDamaged:
+                continue  # it is gone, and will be fetched anew
+            except TierUnavailable:
+                break  # it may be good when the tier is: not fetched anew
             fill = self._fills.get(file.key) or self._start_fill(file)
             if fill is None:
                 break
@@ -226,10 +236,14 @@ class Manager:
 
         from a copy (whose holes are whole pieces) or the source. Raises as `read`.
         """
-        opened = self._copies.get(file.key) or self._open_copy_nowait(file.key)
-        if opened is None:
-            return await self.source.seek(file, offset, whence)
-        return await self._tier_threads.run(file.path, os.lseek, opened.descriptor.fd, offset, whence)
+        await self._wait_scanned()
+        with contextlib.suppress(TierUnavailable):
+            opened = await self._open_copy(file)
+            if opened is not None:
+                return await self._tier_threads.run(
+                    file.path, opened.store.seek, opened.descriptor, offset, whence
+                )
+        return await self.source.seek(file, offset, whence)
 
     def _open_copy_nowait(self, key: FileKey) -> _OpenCopy | None:
         for store in self.stores:
@@ -244,33 +258,45 @@ class Manager:
     async def _read_copy(self, file: DataFile, view: memoryview, offset: int) -> bool:
         """Read from a copy in a thread.
 
-        False if there is none, or its tier failed: it is not asked for this copy again.
+        False if there is none. Raises TierUnavailable; CopyDamaged once it is discarded.
         """
+        opened = await self._open_copy(file)
+        if opened is None:
+            return False
+        store, descriptor = opened
+        copy = store.get(file.key)
+        try:
+            await self._tier_threads.run(file.path, store.read, descriptor, view, offset)
+        except TierUnavailable as exc:
+            self._copy_failed(file.key, store, copy, exc)
+            raise
+        return True
+
+    async def _open_copy(self, file: DataFile) -> _OpenCopy | None:
+        """The copy of a file, opened; None if there is none. Raises as `_read_copy`."""
+        opened = self._copies.get(file.key) or self._open_copy_nowait(file.key)
+        if opened is not None:
+            return opened
         for store in self.stores:
             copy = store.get(file.key)
             if copy is None:
                 continue
-            opened = self._copies.get(file.key)
-
-            def read_in_thread(
-                store: Store = store, copy: object = copy, descriptor: Descriptor | None = opened and opened.descriptor
-            ) -> Descriptor:
-                descriptor = descriptor or store.open_copy(file.key, copy)  # type: ignore[arg-type]
-                store.read(descriptor, view, offset)
-                return descriptor
-
             try:
-                descriptor = await self._tier_threads.run(file.path, read_in_thread)
+                descriptor = await self._tier_threads.run(file.path, store.open_copy, file.key, copy)
             except TierUnavailable as exc:
-                self._copies.drop(file.key)
-                self._tier_failed(store, exc)
-                if store.get(file.key) is copy:
-                    store.discard(file.key)
-                continue
+                self._copy_failed(file.key, store, copy, exc)
+                raise
+            opened = _OpenCopy(store, descriptor)
             if store.get(file.key) is copy:
-                self._copies.add(file.key, _OpenCopy(store, descriptor))
-            return True
-        return False
+                self._copies.add(file.key, opened)
+            return opened
+        return None
+
+    def _copy_failed(self, key: FileKey, store: Store, copy: Copy | None, exc: TierUnavailable) -> None:
+        self._copies.drop(key)
+        self._tier_failed(store, exc)
+        if isinstance(exc, CopyDamaged) and copy is not None and store.get(key) is copy:
+            store.discard(key)
 
     async def _read_fill(self, fill: Fill, view: memoryview, offset: int) -> bool:
         """Read by way of a running fill. False if it has ended meanwhile. Raises what the fill says."""
@@ -289,21 +315,22 @@ class Manager:
             read_in_thread = fill.reader(view, offset)
             if read_in_thread is None:
                 return False
-            await self._tier_threads.run(fill.file.path, read_in_thread)
+            try:
+                await self._tier_threads.run(fill.file.path, read_in_thread)
+            except TierUnavailable as exc:
+                self._tier_failed(fill.store, exc)
+                raise
         return True
 
     async def _read_source(self, file: DataFile, view: memoryview, offset: int) -> None:
         """No tier can take this file: read the range from the source."""
-        await self.source.open(file)
-        descriptor = self.source.kept(file.key)
-        assert descriptor is not None
         try:
-            calls, _ = await self.source.data.run(file.path, self.source.read_into, descriptor, file, offset, view)
+            descriptor = await self.source.open(file)
+            await self.source.data.run(file.path, self.source.read_into, descriptor, file, offset, view)
         except StaleFile:
             self.source.close(file.key)
             self.on_changed(file)
             raise
-        self.source.count_reads(calls, len(view))
 
     # ---- fills
 
@@ -326,24 +353,45 @@ class Manager:
                 return fill
         return None
 
+    async def _fill_now(self, file: DataFile) -> bool:
+        """Fetch a whole file, into the first tier that takes it; False if none does.
+
+        An error in reading is left to the reader: only a failed opening is raised.
+        """
+        for _ in self.stores:
+            fill = self._fills.get(file.key) or self._start_fill(file)
+            if fill is None:
+                return False
+            with contextlib.suppress(TierUnavailable):
+                await self._wait_whole(fill)
+                return True
+            if self._has_copy(file.key):
+                return True
+        return False
+
     async def _wait_whole(self, fill: Fill) -> None:
-        """Wait until every piece is here. Errors in reading are left to the reader; only a failed opening is raised."""
-        self._queue.add(fill)
+        """Wait until every piece is here, or the source gave an error in reading. Raises what the fill says else."""
+        if fill.outcome is Outcome.RUNNING:
+            self._queue.add(fill)
         for piece in range(fill.piece_count):
             wait = fill.wait_for(piece)
             if wait is None:
                 continue
             self._queue.ask(fill, piece)
             await wait.event.wait()
-            if isinstance(wait.error, StaleFile):
+            if wait.error is None:
+                continue
+            if not isinstance(wait.error, OSError) or fill.open_error is not None:
                 raise wait.error
-            if fill.open_error is not None:
-                raise fill.open_error
-            if wait.error is not None:
-                return
+            return
 
     def _progressed(self, fill: Fill, size: int) -> None:
         self._metrics.fills.bytes += size
+        if fill.outcome is Outcome.BROKEN and not self._is_wanted(fill):
+            self._drop(fill)
+
+    def _is_wanted(self, fill: Fill) -> bool:
+        return self._is_open(fill) or fill.has_waiters
 
     def _failed(self, fill: Fill, exc: Exception) -> None:
         """A fill is over or broken. One that still has its pieces stays, for those who have the file open."""
@@ -358,9 +406,8 @@ class Manager:
             else:
                 self._errors.add(f"fault in copying {path}: {exc!r}", exc, kind=f"copying {type(exc).__name__}")
         if fill.outcome is Outcome.OVER:
-            self._fills.pop(fill.file.key, None)
-            self.source.close(fill.file.key)
-        elif not self._is_open(fill) and not fill.has_waiters:
+            self._forget(fill)
+        elif not self._is_wanted(fill):
             self._drop(fill)
         if isinstance(exc, StaleFile):
             self.on_changed(fill.file)
@@ -371,17 +418,20 @@ class Manager:
         store.add(file.key, copy)
         self._copies.add(file.key, _OpenCopy(store, descriptor))
         self._metrics.fills.done += 1
-        self._fills.pop(file.key, None)
-        self.source.close(file.key)
+        self._queue.remove(fill)
+        self._forget(fill)
         if not finished.is_published:
             self._recheck.add(file, store, copy)
 
     def _drop(self, fill: Fill) -> None:
         """Nobody wants this fill any more."""
         self._queue.remove(fill)
-        self._fills.pop(fill.file.key, None)
+        self._forget(fill)
+        fill.end(TierUnavailable("dropped"))  # a reader that is left, without a handle, begins anew
+
+    def _forget(self, fill: Fill) -> None:
+        del self._fills[fill.file.key]
         self.source.close(fill.file.key)
-        fill.end(DmfsError("dropped"))
 
     def _tier_failed(self, store: Store, exc: TierUnavailable) -> None:
         if not isinstance(exc, CopyDamaged):
@@ -389,7 +439,8 @@ class Manager:
         self._errors.add(str(exc), kind=f"tier {store.path} {type(exc).__name__}")
 
     def _copy_discarded(self, file: DataFile, store: Store) -> None:
-        self._copies.drop(file.key)
+        if file.key not in self._users:  # who has it open goes on with the version that was opened
+            self._copies.drop(file.key)
         self.on_changed(file)
 
     def evict(self, store: Store, key: FileKey) -> bool:

@@ -63,9 +63,10 @@ class FillQueue:
             fill, piece, is_background = job
             self._running += 1
             self._running_background += is_background
-            fill.fetch(piece, partial(self._done, is_background))
+            place = _Place(partial(self._leave, is_background))
+            fill.fetch(piece, on_done=place.leave, on_stuck=place.leave)
 
-    def _done(self, is_background: bool) -> None:
+    def _leave(self, is_background: bool) -> None:
         self._running -= 1
         self._running_background -= is_background
         self._start()
@@ -102,3 +103,17 @@ class FillQueue:
                     self._closed.append(fill)
                     self._active.append(self._queued.popleft())
                     break
+
+
+class _Place:
+    """One of the places for pieces, given back once: when the piece is done, or when the source hangs in it."""
+
+    __slots__ = ("_on_leave",)
+
+    def __init__(self, on_leave: Callable[[], None]) -> None:
+        self._on_leave: Callable[[], None] | None = on_leave
+
+    def leave(self) -> None:
+        on_leave, self._on_leave = self._on_leave, None
+        if on_leave is not None:
+            on_leave()

@@ -1,13 +1,17 @@
 """Access to the source directory: the only module that touches it. Read-only, by path below one directory descriptor.
 
 The plain functions block and are called in threads; the coroutines run them there. An OSError of the source passes
-through with its own errno. Nothing here caches metadata or retries: that is decided above.
+through with its own errno. Nothing here caches metadata or retries: that is decided above. Each call is counted by the
+thread that makes it, so that none is missed whose caller was cancelled, or which failed half-way.
 """
 
 import errno
 import os
 import stat
+import threading
 from collections.abc import Callable
+
+import trio
 
 from dmfs.errors import StaleFile
 from dmfs.metrics import Metrics
@@ -47,6 +51,8 @@ class Source:
         self.data = CallThreads(data_threads, clock)
         self.newest_ctime_ns = 0
         self._metrics = metrics
+        self._counting = threading.Lock()
+        self._opening: dict[FileKey, trio.Event] = {}
         self._version_from = version_from
         self._root = Descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         self._descriptors: LRU[FileKey, Descriptor] = LRU(MAX_DESCRIPTORS)
@@ -63,7 +69,6 @@ class Source:
 
     async def lstat_many(self, paths: list[bytes]) -> list[Attributes | OSError]:
         """Attributes of several paths, or why there are none, one after the other in one thread."""
-        self._metrics.source.stats += len(paths)
         results: list[Attributes | OSError] = []
         for result in await self.metadata.run(paths[0], self._lstat_all, paths):
             if isinstance(result, OSError):
@@ -77,10 +82,15 @@ class Source:
         results: list[os.stat_result | OSError] = []
         for path in paths:
             try:
-                results.append(os.stat(path or b".", dir_fd=self._root.fd, follow_symlinks=False))
+                results.append(self._stat(path))
             except OSError as exc:
                 results.append(exc)
         return results
+
+    def _stat(self, path: bytes) -> os.stat_result:
+        with self._counting:
+            self._metrics.source.stats += 1
+        return os.stat(path or b".", dir_fd=self._root.fd, follow_symlinks=False)
 
     async def readlink(self, path: bytes) -> bytes:
         """The target of a symbolic link, as stored. Raises OSError."""
@@ -91,7 +101,10 @@ class Source:
 
     async def statvfs(self) -> os.statvfs_result:
         """The file system's numbers. Raises OSError."""
-        return await self.metadata.run(b"", os.fstatvfs, self._root.fd)
+        return await self.metadata.run(b"", self._statvfs)
+
+    def _statvfs(self) -> os.statvfs_result:
+        return os.fstatvfs(self._root.fd)
 
     async def list_directory(
         self, path: bytes, on_start: Callable[[Attributes], None], on_entries: Callable[[list[DirEntry]], None]
@@ -102,13 +115,14 @@ class Source:
             on_start: called first, with the attributes the directory had before it was read.
             on_entries: called in the event loop with each batch, in the order of the source, as they come.
         """
-        self._metrics.source.listings += 1
         last_batch = await self.metadata.run(path, self._list_directory, path, on_start, on_entries)
         on_entries(last_batch)
 
     def _list_directory(
         self, path: bytes, on_start: Callable[[Attributes], None], on_entries: Callable[[list[DirEntry]], None]
     ) -> list[DirEntry]:
+        with self._counting:
+            self._metrics.source.listings += 1
         directory = Descriptor(self._open_beneath(path, os.O_DIRECTORY))
         attributes = pack_attributes(os.fstat(directory.fd))
         self.metadata.soon(on_start, attributes)
@@ -124,21 +138,34 @@ class Source:
 
     # ---- file contents
 
-    async def open(self, file: DataFile) -> None:
+    async def open(self, file: DataFile) -> Descriptor:
         """Open a file, check that it is the version meant, and keep the descriptor for the reads to come.
+
+        Simultaneous callers open it once.
 
         Raises:
             StaleFile: it is another version, or gone.
             OSError: the source's own.
         """
-        if self._descriptors.get(file.key) is not None:
-            return
-        descriptor = await self.data.run(file.path, self.open_file, file)
-        self.keep(file.key, descriptor)
+        while True:
+            descriptor = self._descriptors.get(file.key)
+            if descriptor is not None:
+                return descriptor
+            running = self._opening.get(file.key)
+            if running is None:
+                break
+            await running.wait()  # who opens it may be cancelled, or fail: then the next one tries
+        done = self._opening[file.key] = trio.Event()
+        try:
+            descriptor = await self.data.run(file.path, self.open_file, file)
+            self.keep(file.key, descriptor)
+            return descriptor
+        finally:
+            del self._opening[file.key]
+            done.set()
 
     def keep(self, key: FileKey, descriptor: Descriptor) -> None:
-        """Keep a descriptor from `open_file` for the reads to come, and count the opening."""
-        self.count_open()
+        """Keep a descriptor from `open_file` for the reads to come."""
         self._descriptors.add(key, descriptor)
 
     def kept(self, key: FileKey) -> Descriptor | None:
@@ -157,6 +184,8 @@ class Source:
             if exc.errno in MOVED:
                 raise StaleFile(f"{os.fsdecode(file.path)} is gone from the source") from exc
             raise
+        with self._counting:
+            self._metrics.source.opens += 1
         self.check_version(descriptor, file)
         return descriptor
 
@@ -175,7 +204,7 @@ class Source:
             or replaced by rename while it was open: it keeps its bytes, readers go on as they would natively, but
             there is nobody left to publish it for.
         """
-        st = os.fstat(descriptor.fd)
+        st = self._fstat(descriptor)
         if st.st_size == file.version.size and st.st_mtime_ns == file.version.mtime_ns and stat.S_ISREG(st.st_mode):
             if st.st_ctime_ns == file.version.ctime_ns or self._version_from == "mtime":
                 return True
@@ -183,38 +212,39 @@ class Source:
                 return False
         raise StaleFile(f"{os.fsdecode(file.path)} has changed at the source")
 
-    def read_into(self, descriptor: Descriptor, file: DataFile, offset: int, view: memoryview) -> tuple[int, bool]:
+    def read_into(self, descriptor: Descriptor, file: DataFile, offset: int, view: memoryview) -> bool:
         """Fill `view` with the bytes at `offset`, and check afterwards that they are of the version meant. Blocks.
 
         Returns:
-            How many calls that took, for `count_reads`, and what `check_version` said.
+            What `check_version` said.
 
         Raises:
             StaleFile: the file ended early or changed meanwhile; nothing in `view` may be used.
+            OSError: the source's own.
         """
         done = calls = 0
-        while done < len(view):
-            count = os.preadv(descriptor.fd, [view[done:] if done else view], offset + done)
-            calls += 1
-            if count == 0:
-                raise StaleFile(f"{os.fsdecode(file.path)} has become shorter at the source")
-            done += count
-        return calls, self.check_version(descriptor, file)
+        try:
+            while done < len(view):
+                calls += 1
+                count = self._read_some(descriptor, view[done:] if done else view, offset + done)
+                if count == 0:
+                    raise StaleFile(f"{os.fsdecode(file.path)} has become shorter at the source")
+                done += count
+        finally:
+            with self._counting:
+                self._metrics.source.reads += calls
+                self._metrics.source.bytes += done
+        return self.check_version(descriptor, file)
 
-    def count_open(self) -> None:
-        """Count an `open_file`; only in the event loop."""
-        self._metrics.source.opens += 1
+    def _read_some(self, descriptor: Descriptor, view: memoryview, offset: int) -> int:
+        return os.preadv(descriptor.fd, [view], offset)
 
-    def count_reads(self, calls: int, size: int) -> None:
-        """Count `calls` reads that brought `size` bytes; only in the event loop."""
-        self._metrics.source.reads += calls
-        self._metrics.source.bytes += size
+    def _fstat(self, descriptor: Descriptor) -> os.stat_result:
+        return os.fstat(descriptor.fd)
 
     async def seek(self, file: DataFile, offset: int, whence: int) -> int:
         """lseek(2) with SEEK_DATA or SEEK_HOLE on the source's file. Raises StaleFile and OSError."""
-        await self.open(file)
-        descriptor = self.kept(file.key)
-        assert descriptor is not None
+        descriptor = await self.open(file)
         return await self.data.run(file.path, os.lseek, descriptor.fd, offset, whence)
 
     def _open_beneath(self, path: bytes, flags: int) -> int:

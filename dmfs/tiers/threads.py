@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+STUCK_AFTER = 5.0  # seconds after which a call does not count against the limit any more, so that others go on
+MAX_STUCK = 256  # such calls at most; past that the source is simply down
+WATCH_INTERVAL = 0.5  # seconds between two looks for stuck calls
+
+
 class _Call:
-    __slots__ = ("function", "on_done", "path", "started")
+    __slots__ = ("function", "is_stuck", "on_done", "on_stuck", "path", "started")
 
     def __init__(
         self,
@@ -30,24 +35,28 @@ class _Call:
         started: float,
         function: Callable[[], Any],
         on_done: "Callable[[outcome.Outcome[Any]], None]",
+        on_stuck: Callable[[], None],
     ) -> None:
         self.path = path
         self.started = started
         self.function = function
         self.on_done = on_done
+        self.on_stuck = on_stuck
+        self.is_stuck = False
 
 
 class CallThreads:
     """A bounded set of threads for blocking calls, to be made inside a trio event loop.
 
     Attributes:
-        limit: how many calls may be under way at once; the others wait in order.
+        limit: how many calls may be under way at once, those that hang not counted; the others wait in order.
     """
 
     def __init__(self, limit: int, clock: Clock) -> None:
         self.limit = limit
         self._clock = clock
         self._free = limit
+        self._stuck = 0
         self._token: trio.lowlevel.TrioToken | None = None
         self._running: dict[int, _Call] = {}
         self._queued: deque[_Call] = deque()
@@ -60,7 +69,7 @@ class CallThreads:
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         task = trio.lowlevel.current_task()
-        call = self._add(path, partial(function, *args), partial(trio.lowlevel.reschedule, task))
+        call = self._add(path, partial(function, *args), partial(trio.lowlevel.reschedule, task), _ignore)
 
         def abandon(_: object) -> trio.lowlevel.Abort:
             call.on_done = _ignore
@@ -71,9 +80,30 @@ class CallThreads:
         result: T = await trio.lowlevel.wait_task_rescheduled(abandon)
         return result
 
-    def start(self, path: bytes, function: Callable[[], T], on_done: "Callable[[outcome.Outcome[T]], None]") -> None:
-        """Run `function()` in a thread, and `on_done` with its outcome in the event loop, where it must not raise."""
-        self._add(path, function, on_done)
+    def start(
+        self,
+        path: bytes,
+        function: Callable[[], T],
+        on_done: "Callable[[outcome.Outcome[T]], None]",
+        on_stuck: Callable[[], None],
+    ) -> None:
+        """Run `function()` in a thread, and `on_done` with its outcome in the event loop, where it must not raise.
+
+        `on_stuck` is called in the event loop, before that, if the call leaves the limit because it takes so long.
+        """
+        self._add(path, function, on_done, on_stuck)
+
+    async def watch(self) -> None:
+        """Let calls that hang leave the limit, so that a source of which some files hang does not take all threads."""
+        while True:
+            await trio.sleep(WATCH_INTERVAL)
+            latest = self._clock.monotonic() - STUCK_AFTER
+            for call in list(self._running.values()):
+                if call.started < latest and not call.is_stuck and self._stuck < MAX_STUCK:
+                    call.is_stuck = True
+                    self._stuck += 1
+                    self._leave()
+                    call.on_stuck()
 
     def soon(self, function: Callable[..., object], *args: object) -> None:
         """Called in a thread of this pool: run `function(*args)` in the event loop, without waiting for it."""
@@ -86,8 +116,14 @@ class CallThreads:
         calls = [*self._running.values(), *self._queued]
         return sorted(((call.path, now - call.started) for call in calls), key=lambda c: -c[1])
 
-    def _add(self, path: bytes, function: Callable[[], T], on_done: "Callable[[outcome.Outcome[T]], None]") -> _Call:
-        call = _Call(path, self._clock.monotonic(), function, on_done)
+    def _add(
+        self,
+        path: bytes,
+        function: Callable[[], T],
+        on_done: "Callable[[outcome.Outcome[T]], None]",
+        on_stuck: Callable[[], None],
+    ) -> _Call:
+        call = _Call(path, self._clock.monotonic(), function, on_done, on_stuck)
         if self._free:
             self._launch(call)
         else:
@@ -98,6 +134,7 @@ class CallThreads:
         if self._token is None:
             self._token = trio.lowlevel.current_trio_token()
         self._free -= 1
+        call.started = self._clock.monotonic()
         self._running[id(call)] = call
         trio.lowlevel.start_thread_soon(call.function, partial(self._deliver, call), "dmfs")
 
@@ -109,11 +146,18 @@ class CallThreads:
 
     def _finish(self, call: _Call, result: "outcome.Outcome[Any]") -> None:
         del self._running[id(call)]
+        if call.is_stuck:
+            self._stuck -= 1
+        else:
+            self._leave()
+        call.on_done(result)
+
+    def _leave(self) -> None:
+        """A place is free."""
         self._free += 1
         if self._queued:
             self._launch(self._queued.popleft())
-        call.on_done(result)
 
 
-def _ignore(result: "outcome.Outcome[Any]") -> None:
+def _ignore(result: "outcome.Outcome[Any] | None" = None) -> None:
     pass

@@ -210,6 +210,14 @@ class DmfsMount:
         assert self.pid is not None, "nothing was mounted"
         signal.pidfd_send_signal(self._pidfds[self.pid], number)
 
+    def abort(self) -> None:
+        """End the mount so that whatever hangs in it fails; may be called from another thread than the test's."""
+        with contextlib.suppress(AssertionError):
+            self.command("umount", str(self.view), "--force")
+        for pidfd in self._pidfds.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
     def is_alive(self) -> bool:
         """Whether a daemon started here still runs."""
         return any(not ended_within(pidfd, 0) for pidfd in self._pidfds.values())
