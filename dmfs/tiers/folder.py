@@ -56,10 +56,11 @@ class DatasetFolder:
         return self._tmp.fd
 
     def clear_tmp(self) -> None:
-        """Remove what an earlier daemon left unfinished. Raises OSError."""
-        with os.scandir(f"{self.path}/{TMP}") as entries:
+        """Remove what an earlier daemon left unfinished, as far as that can be done. Raises OSError."""
+        with os.scandir(self.tmp_fd) as entries:
             for entry in entries:
-                os.unlink(entry.path)
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.name, dir_fd=self.tmp_fd)
 
     def others_allocated(self) -> int:
         """Bytes of disk that the copies of other datasets on this tier take. Raises OSError."""
@@ -126,7 +127,8 @@ def _open_directory(path: str) -> Descriptor:
 def _siblings(tier: str, path: str) -> list[str]:
     """The other dataset folders of a tier."""
     with os.scandir(tier) as entries:
-        return [e.path for e in entries if e.path != path and os.path.lexists(f"{e.path}/{FORMAT_FILE}")]
+        own = os.path.basename(path)
+        return [e.path for e in entries if e.name != own and os.path.lexists(f"{e.path}/{FORMAT_FILE}")]
 
 
 def _refuse_if_in_use(tier: str, folder: str) -> None:
@@ -170,6 +172,8 @@ def _check_format(path: str, *, source: str, dataset_id: str) -> None:
         temp = f"{path}/{TMP}/{FORMAT_FILE}"
         with open(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as stream:
             stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())  # once for a folder; an empty file after a power cut would lock its owner out
         os.rename(temp, file)
         return
     except (ValueError, KeyError, TypeError):

@@ -22,7 +22,7 @@ from dmfs.tiers.fill import Fill, Finished, Outcome
 from dmfs.tiers.queue import FillQueue
 from dmfs.tiers.recheck import Recheck
 from dmfs.tiers.source import Source
-from dmfs.tiers.store import Copy, Store
+from dmfs.tiers.store import Copy, NoRoom, Store
 from dmfs.tiers.threads import CallThreads
 from dmfs.types import PIECE_SIZE, Clock, DataFile, FileKey
 
@@ -240,9 +240,7 @@ class Manager:
         with contextlib.suppress(TierUnavailable):
             opened = await self._open_copy(file)
             if opened is not None:
-                return await self._tier_threads.run(
-                    file.path, opened.store.seek, opened.descriptor, offset, whence
-                )
+                return await self._tier_threads.run(file.path, opened.store.seek, opened.descriptor, offset, whence)
         return await self.source.seek(file, offset, whence)
 
     def _open_copy_nowait(self, key: FileKey) -> _OpenCopy | None:
@@ -396,7 +394,8 @@ class Manager:
     def _failed(self, fill: Fill, exc: Exception) -> None:
         """A fill is over or broken. One that still has its pieces stays, for those who have the file open."""
         self._queue.remove(fill)
-        self._metrics.fills.failed += 1
+        if not isinstance(exc, NoRoom):
+            self._metrics.fills.failed += 1
         if isinstance(exc, TierUnavailable):
             self._tier_failed(fill.store, exc)
         elif not isinstance(exc, StaleFile):
@@ -434,6 +433,8 @@ class Manager:
         self.source.close(fill.file.key)
 
     def _tier_failed(self, store: Store, exc: TierUnavailable) -> None:
+        if isinstance(exc, NoRoom):
+            return
         if not isinstance(exc, CopyDamaged):
             store.report(exc.__cause__)
         self._errors.add(str(exc), kind=f"tier {store.path} {type(exc).__name__}")

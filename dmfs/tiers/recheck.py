@@ -108,7 +108,7 @@ class Recheck:
                 self._discard(item)
             else:  # the source is away: ask again
                 self._items.append(_Item(item.file, item.store, item.copy, self._clock.monotonic() + DELAY))
-        published = await trio.to_thread.run_sync(_publish, unchanged)
+        published = await trio.to_thread.run_sync(_publish, unchanged, abandon_on_cancel=True)
         for item, is_published in zip(unchanged, published, strict=True):
             if item.store.get(item.file.key) is not item.copy:
                 continue

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -26,7 +27,7 @@ import trio
 
 from dmfs.errors import CopyDamaged, TierUnavailable
 from dmfs.tiers.descriptors import Descriptor
-from dmfs.tiers.folder import OBJECTS, DatasetFolder
+from dmfs.tiers.folder import DatasetFolder
 from dmfs.tiers.nowait import open_cached
 from dmfs.types import PIECE_SIZE, Clock, FileKey, GiB, hex_key
 
@@ -41,8 +42,12 @@ SCAN_BATCH = 2000  # names taken over at once while the tier is scanned
 RETRY_AFTER = 1.0  # seconds a tier that was full or failed is left alone before a fill tries it again
 PLENTY = 4 * GiB  # bytes to spare that nobody fills up within PLENTY_FOR
 PLENTY_FOR = 0.2  # seconds
-KEY_DIGITS = 32
-DIGEST_DIGITS = 16
+
+_NAME = re.compile(r"([0-9a-f]{32})(?:-([0-9a-f]{16})|\.sums)")
+
+
+class NoRoom(TierUnavailable):
+    """A file does not fit into what `min_free` leaves: no fault, and smaller ones may fit."""
 
 
 def copy_name(key: FileKey, digest: int) -> str:
@@ -57,15 +62,11 @@ def sums_name(key: FileKey) -> str:
 
 def parse_name(name: str) -> tuple[FileKey, int | None] | None:
     """(key, digest) of a copy's name, (key, None) of a `.sums`; None for anything else."""
-    with contextlib.suppress(ValueError):
-        key = bytes.fromhex(name[:KEY_DIGITS])
-        if len(key) * 2 == KEY_DIGITS:
-            rest = name[KEY_DIGITS:]
-            if rest == ".sums":
-                return key, None
-            if len(rest) == DIGEST_DIGITS + 1 and rest[0] == "-":
-                return key, int(rest[1:], 16)
-    return None
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    key, digest = match.groups()
+    return bytes.fromhex(key), int(digest, 16) if digest else None
 
 
 @dataclass(slots=True)
@@ -115,6 +116,7 @@ class Store:
         self._unwritten = 0  # of these, bytes not on the disk yet
         self._plenty_until = 0.0  # until when the free space of the file system need not be looked at
         self._trouble: tuple[str, float] | None = None  # what is wrong, and when to try again
+        self._no_room: tuple[int, float] | None = None  # bytes that did not fit, and when to try so many again
         self._temp_ids = itertools.count()
 
     # ---- what is here
@@ -134,11 +136,11 @@ class Store:
             self._pins[key] = count
 
     def statistics(self) -> dict[str, object]:
-        """This tier in `dmfs status`: `{path, capacity_bytes, used_bytes, copies, state}`."""
+        """This tier in `dmfs status`: `{path, capacity_bytes, used_bytes, copies, state}`; used is what `du` says."""
         return {
             "path": self.path,
             "capacity_bytes": self.capacity,
-            "used_bytes": self._used,
+            "used_bytes": self._used + self._reserved - self._unwritten,
             "copies": len(self._copies),
             "state": self._state(),
         }
@@ -146,7 +148,9 @@ class Store:
     def _state(self) -> str:
         if not self.scanned.is_set():
             return "scanning"
-        return self._trouble[0] if self._trouble else "ok"
+        if self._trouble:
+            return self._trouble[0]
+        return "full" if self._no_room else "ok"
 
     async def scan(self) -> None:
         """Take over the copies of earlier daemons, and remove what they left unfinished.
@@ -154,7 +158,7 @@ class Store:
         Ends with `scanned`, whatever happens.
         """
         try:
-            others = await trio.to_thread.run_sync(self._scan)
+            others = await trio.to_thread.run_sync(self._scan, abandon_on_cancel=True)
             self._used += others  # not in one line: `+=` would take the old value before it waits
         except OSError as exc:
             self.report(exc)
@@ -162,44 +166,66 @@ class Store:
             self.scanned.set()
 
     def _scan(self) -> int:
-        """Returns the bytes that other datasets take on this tier. Blocks."""
+        """Returns the bytes that other datasets take on this tier. Blocks.
+
+        What cannot be looked at or removed is left alone, and is no reason to leave out the rest.
+        """
         self._folder.clear_tmp()
-        objects = f"{self._folder.path}/{OBJECTS}"
-        with_sums: set[FileKey] = set()
-        needing_sums: list[tuple[FileKey, str]] = []
-        seen: set[FileKey] = set()
+        sums: set[FileKey] = set()
+        large: set[FileKey] = set()  # copies that need a `.sums`
         batch: list[tuple[FileKey, Copy]] = []
-        with os.scandir(objects) as entries:
+        with os.scandir(self._folder.objects_fd) as entries:
             for entry in entries:
                 parsed = parse_name(entry.name)
                 if parsed is None:
                     continue
                 key, digest = parsed
                 if digest is None:
-                    with_sums.add(key)
+                    sums.add(key)
                     continue
-                st = entry.stat(follow_symlinks=False)
+                try:
+                    st = entry.stat(follow_symlinks=False)
+                except OSError:
+                    continue
                 if st.st_size > PIECE_SIZE:
-                    needing_sums.append((key, entry.name))
-                    seen.add(key)
+                    large.add(key)
                 batch.append((key, Copy(digest, st.st_blocks * 512)))
                 if len(batch) == SCAN_BATCH:
-                    trio.from_thread.run_sync(self._take_over, batch)
+                    self._hand_in(batch)
                     batch = []
-        trio.from_thread.run_sync(self._take_over, batch)
-        for key in with_sums - seen:
-            os.unlink(f"{objects}/{sums_name(key)}")
-        for key, name in needing_sums:
-            if key not in with_sums:
-                trio.from_thread.run_sync(self._forget, key)
-                os.unlink(f"{objects}/{name}")
+        self._hand_in(batch)
+        for key in sums - large:
+            self._remove(sums_name(key))
+        trio.from_thread.run_sync(self._discard_all, large - sums)
         return self._folder.others_allocated()
 
-    def _take_over(self, batch: list[tuple[FileKey, Copy]]) -> None:
+    def _hand_in(self, batch: list[tuple[FileKey, Copy]]) -> None:
+        """Blocks."""
+        for key, copy in trio.from_thread.run_sync(self._take_over, batch):
+            self._remove(copy_name(key, copy.digest))
+
+    def _take_over(self, batch: list[tuple[FileKey, Copy]]) -> list[tuple[FileKey, Copy]]:
+        """Returns those that must be removed.
+
+        Two copies of one version with different digests: one is wrong, nobody can say which, so both go.
+        """
+        refused = []
         for key, copy in batch:
-            if key not in self._copies:
+            if key in self._copies:
+                refused.append((key, copy))
+                self.discard(key)
+            else:
                 self._copies[key] = copy
                 self._used += copy.allocated
+        return refused
+
+    def _discard_all(self, keys: set[FileKey]) -> None:
+        for key in keys & self._copies.keys():
+            self.discard(key)
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self._folder.objects_fd)
 
     # ---- space
 
@@ -209,7 +235,10 @@ class Store:
         None if they are not there, or the tier is out of service.
         """
         size = -(-size // BLOCK) * BLOCK
-        if self._trouble and self._clock.monotonic() < self._trouble[1]:
+        now = self._clock.monotonic()
+        if self._trouble and now < self._trouble[1]:
+            return None
+        if self._no_room and size >= self._no_room[0] and now < self._no_room[1]:
             return None
         if self._used + self._reserved + size > self.capacity:
             return None
@@ -234,9 +263,9 @@ class Store:
     # ---- a copy on its way
 
     def create(self, key: FileKey, size: int) -> TempFile:
-        """A temporary file for `size` bytes, to be written. Blocks. Raises TierUnavailable."""
+        """A temporary file for `size` bytes, to be written. Blocks. Raises TierUnavailable, NoRoom among it."""
         with self._faults():
-            self._check_free()
+            self._check_free(size)
             name = f"{hex_key(key)}.{next(self._temp_ids)}"
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._folder.tmp_fd)
             temp = TempFile(name, Descriptor(fd))
@@ -248,15 +277,21 @@ class Store:
                     raise
             return temp
 
-    def _check_free(self) -> None:
-        """Raise OSError if the file system has less than `min_free` to spare. Where there is plenty, looks seldom."""
+    def _check_free(self, size: int) -> None:
+        """Raise NoRoom if the file system has not `min_free` to spare with all that is promised, `size` among it.
+
+        Where there is plenty, looks seldom.
+        """
         now = self._clock.monotonic()
         if now < self._plenty_until:
             return
         fs = os.fstatvfs(self._folder.tmp_fd)
         spare = fs.f_bavail * fs.f_frsize - self._unwritten - self._min_free
         if spare < 0:
-            raise OSError(errno.ENOSPC, "less free space than min_free")
+            self._no_room = (size, now + RETRY_AFTER)
+            raise NoRoom(f"cache {self.path}: less free space than min_free")
+        if self._no_room and size >= self._no_room[0]:
+            self._no_room = None
         if spare > PLENTY:
             self._plenty_until = now + PLENTY_FOR
 
@@ -280,9 +315,13 @@ class Store:
         name = sums_name(key)
         with self._faults():
             fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=self._folder.tmp_fd)
-            with open(fd, "wb") as file:
-                file.write(sums)
-            os.rename(name, name, src_dir_fd=self._folder.tmp_fd, dst_dir_fd=self._folder.objects_fd)
+            try:
+                with open(fd, "wb") as file:
+                    file.write(sums)
+                os.rename(name, name, src_dir_fd=self._folder.tmp_fd, dst_dir_fd=self._folder.objects_fd)
+            except OSError:
+                self.remove_temp(name)
+                raise
 
     def publish(self, key: FileKey, digest: int, temp_name: str) -> None:
         """Give a complete copy its name. Blocks. Raises TierUnavailable."""
@@ -340,22 +379,33 @@ class Store:
         """Open a copy if that needs no wait for a disk; None if it would, or fails (`open_copy` then says why)."""
         if self.read_mode == "thread":
             return None
-        dir_fd, name = self._location(key, self._copies[key])
+        dir_fd, name = self._locations(key, self._copies[key])[0]
         try:
             return Descriptor(open_cached(name, dir_fd))
         except OSError:
             return None
 
     def open_copy(self, key: FileKey, copy: Copy) -> Descriptor:
-        """Open a copy. Blocks. Raises TierUnavailable."""
+        """Open a copy. Blocks. Raises TierUnavailable, CopyDamaged if somebody removed it."""
         with self._faults():
-            dir_fd, name = self._location(key, copy)
-            return Descriptor(os.open(name, os.O_RDONLY | os.O_NOATIME | os.O_CLOEXEC, dir_fd=dir_fd))
+            for dir_fd, name in self._locations(key, copy):
+                with contextlib.suppress(FileNotFoundError):
+                    return Descriptor(os.open(name, os.O_RDONLY | os.O_NOATIME | os.O_CLOEXEC, dir_fd=dir_fd))
+            raise CopyDamaged(f"cache {self.path}: a copy was removed")
 
-    def _location(self, key: FileKey, copy: Copy) -> tuple[int, str]:
-        if copy.temp is not None:
-            return self._folder.tmp_fd, copy.temp
-        return self._folder.objects_fd, copy_name(key, copy.digest)
+    def seek(self, descriptor: Descriptor, offset: int, whence: int) -> int:
+        """lseek(2) on a copy. Blocks. Raises TierUnavailable, or OSError that says what is wrong with the question."""
+        try:
+            return os.lseek(descriptor.fd, offset, whence)
+        except OSError as exc:
+            if exc.errno in (errno.ENXIO, errno.EINVAL):
+                raise
+            raise TierUnavailable(f"cache {self.path}: {exc.strerror or exc}") from exc
+
+    def _locations(self, key: FileKey, copy: Copy) -> list[tuple[int, str]]:
+        """Where a copy may be, as (directory, name). A thread may be giving it its name just now."""
+        published = (self._folder.objects_fd, copy_name(key, copy.digest))
+        return [published] if copy.temp is None else [(self._folder.tmp_fd, copy.temp), published]
 
     def evict(self, key: FileKey) -> bool:
         """Give up the copy of a key.
@@ -370,13 +420,12 @@ class Store:
     def discard(self, key: FileKey) -> None:
         """Remove a copy that must not be used any more, pinned or not: open descriptors of it read on."""
         copy = self._copies[key]
-        dir_fd, name = self._location(key, copy)
         self._forget(key)
         # The copy goes first: a `.sums` without a copy is rubbish that a scan removes, the reverse would be a copy
         # without proof.
-        for path, fd in ((name, dir_fd), (sums_name(key), self._folder.objects_fd)):
+        for dir_fd, name in (*self._locations(key, copy), (self._folder.objects_fd, sums_name(key))):
             with contextlib.suppress(OSError):
-                os.unlink(path, dir_fd=fd)
+                os.unlink(name, dir_fd=dir_fd)
 
     def _forget(self, key: FileKey) -> None:
         self._used -= self._copies.pop(key).allocated

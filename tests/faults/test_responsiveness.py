@@ -90,11 +90,10 @@ def beside_a_slow_read(
         assert longest < LIMIT, f"{what} took {longest:.2f} s"
         (waiting,) = [w for w in mount.status()["waiting"] if w["path"].endswith(f"{BIG:05d}.bin")]
         assert waiting["age_s"] >= 0
-    wait_until(lambda: not mount.status()["waiting"], 5, "the killed reader is forgotten")
-    source.set(bandwidth=0)
+    assert mount.status()["waiting"], "no call waits for the source any more, so the next line shows nothing"
     start = time.monotonic()
     mount.umount()
-    assert time.monotonic() - start < 10, "unmounting waited for the slow source"
+    assert time.monotonic() - start < 3, "unmounting waited for the slow source"
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)

@@ -281,7 +281,7 @@ async def test_a_missing_name_is_a_negative_entry(fake: FakeOperations) -> None:
 async def test_what_a_refused_reply_would_have_given_is_taken_back(
     fake: FakeOperations, nursery: trio.Nursery, opcode: int, body: bytes, node: int
 ) -> None:
-    fake.directory_handles[1] = ROOT
+    assert fake.opendir(ROOT) == 1
     fd, end = pair()
     kernel = Kernel(end)
     await kernel.send(abi.FUSE_INIT, init_body(45))
@@ -317,7 +317,7 @@ async def test_the_end_of_the_connection_ends_what_waits(fake: FakeOperations) -
 
 
 async def test_a_listing_in_which_one_name_fails_gives_its_references_back(fake: FakeOperations) -> None:
-    fake.directory_handles[1] = ROOT
+    assert fake.opendir(ROOT) == 1
     fake.rules["known_entry"] = Rule(RuntimeError("bug"), subject=b"dir")  # `file` has been counted by then
     async with serving(fake) as kernel:
         await kernel.ask(abi.FUSE_READDIRPLUS, BODIES[abi.FUSE_READDIRPLUS])

@@ -6,6 +6,7 @@ Each wait has a limit.
 """
 
 import contextlib
+import fcntl
 import os
 import re
 import threading
@@ -260,9 +261,7 @@ class Node:
         self.stores: list[FaultyStore] = []
         for tier, capacity, faults in zip(self.tiers, capacities, self.tier_faults, strict=True):
             folder = open_folder(str(tier), source=str(self.folder), dataset_id=DATASET_ID)
-            store = FaultyStore(
-                folder, capacity=capacity, min_free=min_free, read_mode=read_mode, clock=clock.clock
-            )
+            store = FaultyStore(folder, capacity=capacity, min_free=min_free, read_mode=read_mode, clock=clock.clock)
             store.faults = faults
             self._folders.append(folder)
             self.stores.append(store)
@@ -299,6 +298,11 @@ class Node:
         self.faults.counts.clear()
         for store in self.stores:
             await store.scanned.wait()
+
+    def unlock(self) -> None:
+        """Release the tiers, as the end of a process does."""
+        for folder in self._folders:
+            fcntl.flock(folder._lock.fd, fcntl.LOCK_UN)
 
     def release_all(self) -> None:
         """End every fault; what is held goes on."""
@@ -400,8 +404,8 @@ class Node:
         return sorted(p.name for tier in range(len(self.tiers)) for p in (self.dataset_folder(tier) / "tmp").iterdir())
 
     async def wait_idle(self) -> None:
-        """Wait until no fill is under way."""
-        await until(lambda: not self.manager._fills, "no fill is left")
+        """Wait until no fill is under way, and what dropped ones had begun has ended."""
+        await until(lambda: not self.manager._fills and not self.source.data.waiting(), "no fill is left")
 
     async def assert_settled(self) -> None:
         """With every handle released: nothing is promised, pinned or half done, and `used` is what `du` says."""
@@ -460,6 +464,7 @@ async def run_node(
                 node.release_all()
                 nursery.cancel_scope.cancel()
     node.manager.shut_down()
+    node.unlock()
     assert node.metrics.surprises == 0, node.errors.entries()
 
 
