@@ -24,6 +24,17 @@ class CopyDamaged(TierUnavailable):
     """One copy in a tier does not have the bytes it must have; the tier itself may be well."""
 
 
+def without_traceback(exc: Exception) -> Exception:
+    """The same error, to be kept or to be given to several callers.
+
+    A traceback holds frames, and what those hold (descriptors, buffers, the error itself) would stay until the garbage
+    collector comes round.
+    """
+    if isinstance(exc, OSError):
+        return OSError(exc.errno, exc.strerror)
+    return type(exc)(*exc.args) if isinstance(exc, DmfsError) else exc
+
+
 def to_errno(exc: BaseException) -> int | None:
     """The errno a reader sees for `exc`, or None if `exc` is a surprise: log it, count it, answer EIO."""
     if isinstance(exc, OSError):

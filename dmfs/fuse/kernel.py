@@ -275,7 +275,10 @@ class KernelSession:
 
     def _batch_forget(self, node: int, message: bytes) -> None:
         for forgotten, count in abi.unpack_batch_forget(message):
-            self._operations.forget(forgotten, count)
+            try:
+                self._operations.forget(forgotten, count)
+            except Exception as exc:  # the others must be forgotten all the same, or they leak
+                self._fail(abi.FUSE_BATCH_FORGET, 0, exc)
 
     def _getattr(self, node: int, message: bytes) -> _Answer | _Later:
         known = self._operations.getattr_nowait(node)
@@ -362,7 +365,11 @@ class KernelSession:
             index += 1
             record = abi.pack_dirent(ino, index, kind, name)
             if is_plus:
-                record = self._plus(handle, name, told) + record
+                try:
+                    record = self._plus(handle, name, told) + record
+                except BaseException:
+                    self._untell(told)
+                    raise
             packed.append(record)
         return _Answer(b"".join(packed), partial(self._untell, told) if told else None)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import os
 import tempfile
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
@@ -117,7 +118,7 @@ class _Numbers:
     def __init__(self) -> None:
         self._nodes = {ROOT: ROOT}
         self._shown = {ROOT: ROOT}
-        self._next_substitute = FIRST_SUBSTITUTE
+        self._substitutes = itertools.count(FIRST_SUBSTITUTE)
         self.references: dict[int, int] = {}
 
     def node(self, number: int) -> int:
@@ -139,10 +140,7 @@ class _Numbers:
 
     def substitute(self) -> int:
         """A number that no live node has."""
-        while self._next_substitute in self._nodes:
-            self._next_substitute += 1
-        self._next_substitute += 1
-        return self._next_substitute - 1
+        return next(number for number in self._substitutes if number not in self._nodes)
 
     def forget(self, number: int, count: int) -> int | None:
         """Take references back. Returns the node id; None where none was counted: the root, and names only listed."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import trio
 import xxhash
 
-from dmfs.errors import DmfsError, StaleFile, TierUnavailable
+from dmfs.errors import DmfsError, StaleFile, TierUnavailable, without_traceback
 from dmfs.tiers.descriptors import Descriptor
 from dmfs.tiers.source import Source
 from dmfs.tiers.store import Copy, Reservation, Store, TempFile
@@ -49,7 +49,10 @@ class Outcome(Enum):
 
 
 class PieceWait:
-    """Readers waiting for one piece. After `event`, `error` says why it is not here, if it is not."""
+    """Readers waiting for one piece. After `event`, `error` says why it is not here, if it is not.
+
+    Raise that by way of `without_traceback`: it is shared.
+    """
 
     __slots__ = ("error", "event")
 
@@ -84,7 +87,7 @@ class Fill:
         file, store: what goes where.
         outcome: see Outcome.
         is_wanted_whole: every piece is to be fetched, asked for or not.
-        open_error: the source's own error when the file could not be opened, for the open that waits for this fill.
+        has_open_failed: the last error is from opening the file, so it is the one of an open that waits for this fill.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class Fill:
         self.store = store
         self.outcome = Outcome.RUNNING
         self.is_wanted_whole = False
-        self.open_error: OSError | None = None
+        self.has_open_failed = False
         self.piece_count = -(-file.version.size // PIECE_SIZE)
         self._source = source
         self._reservation = reservation
@@ -129,7 +132,7 @@ class Fill:
         self._memory: dict[int, memoryview] = {}  # pieces that are here and still being written
         self._temp: TempFile | None = None
         self._opened: Descriptor | None = None  # of the source, where it was not open before
-        self._end_error: DmfsError | None = None  # what `end` was told
+        self._end_error: Exception | None = None  # what `end` was told
         self._begin = threading.Lock()  # held by the thread that opens both files, for all pieces
         self._is_clean = False
 
@@ -204,7 +207,7 @@ class Fill:
         if self._pieces[piece] == HERE:
             return None
         if self._end_error is not None:
-            raise self._end_error
+            raise without_traceback(self._end_error)
         wait = self._waits.get(piece)
         if wait is None:
             wait = self._waits[piece] = PieceWait()
@@ -253,7 +256,7 @@ class Fill:
     def end(self, error: DmfsError) -> None:
         """The fill is over without a copy; whoever waits gets `error`."""
         self.outcome = Outcome.OVER
-        self._end_error = error
+        self._end_error = without_traceback(error)
         for piece in list(self._waits):
             self._wake(piece, error)
         self._clean_up()
@@ -289,6 +292,7 @@ class Fill:
             fetched = result.unwrap()
         except Exception as exc:
             self._failed(piece, exc)
+            exc.__traceback__ = None  # its frames hold `result`, hence itself, and the descriptors of the thread
         else:
             self._written(piece, fetched)
         self._clean_up()
@@ -346,6 +350,7 @@ class Fill:
             if self.outcome is not Outcome.OVER:
                 self._break()
                 self._on_error(self, exc)
+            exc.__traceback__ = None  # as in `_fetched`
         else:
             if self.outcome is Outcome.RUNNING:
                 self._on_finished(self, finished)
@@ -354,7 +359,7 @@ class Fill:
     def _wake(self, piece: int, error: Exception | None) -> None:
         wait = self._waits.pop(piece, None)
         if wait is not None:
-            wait.error = error
+            wait.error = error and without_traceback(error)
             wait.event.set()
 
     def _break(self) -> None:
@@ -379,12 +384,9 @@ class Fill:
         return min(PIECE_SIZE, self.file.version.size - piece * PIECE_SIZE)
 
     def _open(self) -> Descriptor:
-        try:
-            descriptor = self._source.open_file(self.file)
-        except OSError as exc:
-            self.open_error = exc
-            raise
-        self.open_error = None
+        self.has_open_failed = True
+        descriptor = self._source.open_file(self.file)
+        self.has_open_failed = False
         return descriptor
 
     def _copy_file(self, kept: Descriptor | None, view: memoryview, publish: bool) -> _Fetched:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from dmfs.errors import CopyDamaged, StaleFile, TierUnavailable
+from dmfs.errors import CopyDamaged, StaleFile, TierUnavailable, without_traceback
 from dmfs.log import ErrorLog
 from dmfs.metrics import Metrics, Served
 from dmfs.tiers.descriptors import LRU, Descriptor
-from dmfs.tiers.fill import Fill, Finished, Outcome
+from dmfs.tiers.fill import Fill, Finished, Outcome, PieceWait
 from dmfs.tiers.queue import FillQueue
 from dmfs.tiers.recheck import Recheck
 from dmfs.tiers.source import Source
@@ -299,16 +299,14 @@ class Manager:
     async def _read_fill(self, fill: Fill, view: memoryview, offset: int) -> bool:
         """Read by way of a running fill. False if it has ended meanwhile. Raises what the fill says."""
         first, last = offset // PIECE_SIZE, (offset + len(view) - 1) // PIECE_SIZE
+        waits = self._ask(fill, range(first, last + 1))
         # A read within the first piece may be no more than a look at the header: that piece is all it costs.
         if last > 0 and fill.outcome is Outcome.RUNNING:
             self._queue.add(fill)
-        for piece in range(first, last + 1):
-            wait = fill.wait_for(piece)
-            if wait is not None:
-                self._queue.ask(fill, piece)
-                await wait.event.wait()
-                if wait.error is not None:
-                    raise wait.error
+        for wait in waits:
+            await wait.event.wait()
+            if wait.error is not None:
+                raise without_traceback(wait.error)
         if not fill.read_nowait(view, offset):
             read_in_thread = fill.reader(view, offset)
             if read_in_thread is None:
@@ -369,19 +367,26 @@ class Manager:
 
     async def _wait_whole(self, fill: Fill) -> None:
         """Wait until every piece is here, or the source gave an error in reading. Raises what the fill says else."""
+        waits = self._ask(fill, range(fill.piece_count))
         if fill.outcome is Outcome.RUNNING:
             self._queue.add(fill)
-        for piece in range(fill.piece_count):
-            wait = fill.wait_for(piece)
-            if wait is None:
-                continue
-            self._queue.ask(fill, piece)
+        for wait in waits:
             await wait.event.wait()
             if wait.error is None:
                 continue
-            if not isinstance(wait.error, OSError) or fill.open_error is not None:
-                raise wait.error
+            if not isinstance(wait.error, OSError) or fill.has_open_failed:
+                raise without_traceback(wait.error)
             return
+
+    def _ask(self, fill: Fill, pieces: range) -> list[PieceWait]:
+        """Have pieces fetched before all that nobody waits for: the waits for those that are not here."""
+        waits = []
+        for piece in pieces:
+            wait = fill.wait_for(piece)
+            if wait is not None:
+                waits.append(wait)
+                self._queue.ask(fill, piece)
+        return waits
 
     def _progressed(self, fill: Fill, size: int) -> None:
         self._metrics.fills.bytes += size

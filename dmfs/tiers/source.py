@@ -84,7 +84,7 @@ class Source:
             try:
                 results.append(self._stat(path))
             except OSError as exc:
-                results.append(exc)
+                results.append(exc.with_traceback(None))  # which would hold this frame, hence `results`
         return results
 
     def _stat(self, path: bytes) -> os.stat_result:

@@ -134,10 +134,29 @@ def test_hanging_reads_leave_the_rest_alone(tmp_path: Path, bad_source: Callable
     wait_until(lambda: not mount.status()["waiting"], 10, "nothing is waited for any more")
 
 
-def test_forced_umount_of_a_hanging_source(tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory) -> None:
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_umount_beside_an_abandoned_read(
+    tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory, front_end: str
+) -> None:
+    """The reader is killed, the call at the source hangs on: nobody uses the mount, so the plain unmount ends."""
+    make_files(tmp_path / "set", [9 * MiB])
+    source = bad_source(tmp_path / "set")
+    mount = dmfs_mount(source.mountpoint, front_end=front_end)
+    source.rule("READ", hangs=True)
+    with reading(mount.view / "00000.bin"):
+        wait_until(lambda: source.hanging(), 10, "the read hangs")
+    start = time.monotonic()
+    mount.umount()
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_forced_umount_of_a_hanging_source(
+    tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory, front_end: str
+) -> None:
     make_files(tmp_path / "set", [9 * MiB])  # so large that its open returns at once, and the reader hangs in a read
     source = bad_source(tmp_path / "set")
-    mount = dmfs_mount(source.mountpoint, expects_trouble=True)
+    mount = dmfs_mount(source.mountpoint, front_end=front_end, expects_trouble=True)
     source.rule("READ", hangs=True)
     with reading(mount.view / "00000.bin") as reader:
         wait_until(lambda: source.hanging(), 10, "the read hangs")

@@ -15,10 +15,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import trio
 
@@ -31,10 +31,13 @@ from tests.support.files import content
 from tests.support.mounts import REPOSITORY, is_mounted
 from tests.support.waiting import wait_until
 
+if TYPE_CHECKING:
+    from dmfs.fuse.operations import Operations
+
 FILE_SIZE = 1_000_001  # `file`: more than one READ, and no whole number of pages
 LIST_LENGTH = 700  # `many/`: several READDIRs
 ANSWER_TIMEOUT = 10.0  # seconds for one command; none of them waits
-FSNAME = "fake, a\\b"
+FSNAME = "fake, a\\b é"
 
 
 def plant(fake: FakeOperations) -> None:
@@ -72,8 +75,9 @@ TIMES = {
 class Commands:
     """What a test may order. Every method is one command; strings stand for bytes in UTF-8."""
 
-    def __init__(self, fake: FakeOperations) -> None:
+    def __init__(self, fake: FakeOperations, stop: Callable[[], None]) -> None:
         self._fake = fake
+        self.stop = stop
 
     def rule(
         self,
@@ -132,24 +136,26 @@ async def serve(front_end: str, mountpoint: str) -> None:
     """Mount, say so, obey, and end with the mount."""
     fake = FakeOperations()
     plant(fake)
-    commands = Commands(fake)
     async with trio.open_nursery() as obeying:
         async with trio.open_nursery() as serving:
             try:
-                await serving.start(_session(front_end, mountpoint, fake).run)
+                session = _session(front_end, mountpoint, fake)
+                await serving.start(session.run)
             except errors.UserError as exc:
                 _say({"error": str(exc)})
                 return
+            commands = Commands(fake, getattr(session, "close", serving.cancel_scope.cancel))
             _say({"ready": True})
             obeying.start_soon(_obey, commands)
         obeying.cancel_scope.cancel()
     _say({"end": commands.state()})
 
 
-def _session(front_end: str, mountpoint: str, fake: FakeOperations) -> Any:
+def _session(front_end: str, mountpoint: str, fake: FakeOperations) -> PortableSession | KernelSession:
+    operations = cast("Operations", fake)
     if front_end == "pyfuse3":
-        return PortableSession(fake, mountpoint=mountpoint, fsname=FSNAME, allow_other=False)  # type: ignore[arg-type]
-    return KernelSession(mounting.mount(mountpoint, fsname=FSNAME, allow_other=False), fake)  # type: ignore[arg-type]
+        return PortableSession(operations, mountpoint=mountpoint, fsname=FSNAME, allow_other=False)
+    return KernelSession(mounting.mount(mountpoint, fsname=FSNAME, allow_other=False), operations)
 
 
 async def _obey(commands: Commands) -> None:
@@ -241,8 +247,12 @@ class Served:
         return message
 
     def unmount(self) -> dict[str, Any]:
-        """Unmount as a user does; the fake's last state. The child has to end by that, with 0."""
+        """Unmount as a user does; the fake's last state. The child has to end by that."""
         wait_until(self._try_unmount, 10, f"{self.view} could be unmounted")
+        return self.wait_end()
+
+    def wait_end(self) -> dict[str, Any]:
+        """Wait until the child has ended, which must be with 0; the fake's last state."""
         state: dict[str, Any] = self._read_line()["end"]
         assert self.process.wait(10) == 0, self.log()
         return state

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import trio
@@ -16,6 +17,9 @@ from dmfs.fuse import abi
 from dmfs.fuse.kernel import KernelSession
 from dmfs.types import unpack_attributes
 from tests.operations.fake_operations import ROOT, FakeOperations, Rule
+
+if TYPE_CHECKING:
+    from dmfs.fuse.operations import Operations
 
 FLAGS = abi.FUSE_ASYNC_READ | abi.FUSE_DO_READDIRPLUS | abi.FUSE_PARALLEL_DIROPS | abi.FUSE_MAX_PAGES
 CONTENT = b"0123456789"
@@ -78,6 +82,11 @@ def pair() -> tuple[int, socket.socket]:
     return ours.detach(), theirs
 
 
+def session(fd: int, fake: FakeOperations) -> KernelSession:
+    """A session over the fake, which stands for the real operations."""
+    return KernelSession(fd, cast("Operations", fake))
+
+
 def plant() -> FakeOperations:
     """A tree with `file` (node 2) and `dir` (node 3), of which `file` is known to the kernel."""
     fake = FakeOperations()
@@ -95,7 +104,7 @@ async def serving(fake: FakeOperations) -> AsyncIterator[Kernel]:
     try:
         with trio.fail_after(3 * LIMIT):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(KernelSession(fd, fake).run)  # type: ignore[arg-type]
+                nursery.start_soon(session(fd, fake).run)
                 assert (await kernel.ask(abi.FUSE_INIT, init_body(45)))[0] == 0
                 yield kernel
                 kernel.close()
@@ -121,7 +130,7 @@ async def test_init_agrees_on_a_protocol(fake: FakeOperations, nursery: trio.Nur
     kernel = Kernel(end)
     offered = FLAGS | (1 << 41 if minor >= 36 else 0)  # a flag that nobody knows
     unique = await kernel.send(abi.FUSE_INIT, init_body(minor, offered))
-    await nursery.start(KernelSession(fd, fake).run)
+    await nursery.start(session(fd, fake).run)
     answered, error, body = await kernel.reply()
     assert (answered, error, len(body)) == (unique, 0, 64)
     fields = abi._INIT_OUT.unpack(body)
@@ -142,7 +151,7 @@ async def test_init_of_an_old_kernel_is_refused(fake: FakeOperations, major: int
     with trio.fail_after(LIMIT):
         try:
             async with trio.open_nursery() as nursery:
-                await nursery.start(KernelSession(fd, fake).run)
+                await nursery.start(session(fd, fake).run)
         except Exception as exc:
             raised.append(exc)
     (refusal,) = raised
@@ -224,6 +233,7 @@ any_bodies = st.tuples(st.sampled_from([*abi.OPCODE_NAMES, 0, 63]), st.binary(ma
 messages = st.lists(st.tuples(cut_bodies | any_bodies, st.integers(0, 4)), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @given(messages)
 @settings(max_examples=150, derandomize=True, deadline=None, database=None)
 def test_cut_and_garbled_messages_get_one_answer_each(sent: list[tuple[tuple[int, bytes], int]]) -> None:
@@ -279,7 +289,7 @@ async def test_a_missing_name_is_a_negative_entry(fake: FakeOperations) -> None:
     ids=["lookup", "open", "opendir", "readdirplus"],
 )
 async def test_what_a_refused_reply_would_have_given_is_taken_back(
-    fake: FakeOperations, nursery: trio.Nursery, opcode: int, body: bytes, node: int
+    fake: FakeOperations, opcode: int, body: bytes, node: int
 ) -> None:
     assert fake.opendir(ROOT) == 1
     fd, end = pair()
@@ -288,7 +298,7 @@ async def test_what_a_refused_reply_would_have_given_is_taken_back(
     await kernel.send(opcode, body, node=node)
     kernel.close()  # the replies have nowhere to go
     with trio.fail_after(LIMIT):
-        await nursery.start(KernelSession(fd, fake).run)
+        await session(fd, fake).run()
     assert (sum(fake.references.values()), fake.handles, fake.directory_handles) == (1, {}, {1: ROOT})
 
 

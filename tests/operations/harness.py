@@ -1,4 +1,4 @@
-"""One node without a mount: source, tiers, manager and `Operations` in this process, with clocks and faults in our hand.
+"""One node without a mount: source, tiers, manager and `Operations` in this process, with clocks and faults in hand.
 
 Tests speak to `Operations` as a front end does: the `*_nowait` method first, its coroutine if that would wait. Every
 blocking call to the source or to a tier can be counted, made to fail, delivered short, or held until it is let go.
@@ -61,6 +61,7 @@ class Fault:
     """What happens to some calls. `entered` is set when the first of them has come.
 
     Attributes:
+        offset: only reads that begin there are concerned; None: all.
         error: raised by the call, if it is not 0.
         size: bytes that a read delivers at most.
         skip: as many calls go well before.
@@ -69,6 +70,7 @@ class Fault:
 
     call: str
     path: bytes | None
+    offset: int | None = None
     error: int = 0
     size: int | None = None
     skip: int = 0
@@ -102,16 +104,30 @@ class Faults:
         self._lock = threading.Lock()
 
     def fail(
-        self, call: str, error: int, *, path: bytes | None = None, skip: int = 0, times: int | None = None
+        self,
+        call: str,
+        error: int,
+        *,
+        path: bytes | None = None,
+        offset: int | None = None,
+        skip: int = 0,
+        times: int | None = None,
     ) -> Fault:
         """Make calls raise OSError with this errno."""
-        return self._add(Fault(call, path, error=error, skip=skip, times=times))
+        return self._add(Fault(call, path, offset, error=error, skip=skip, times=times))
 
     def hold(
-        self, call: str, *, path: bytes | None = None, error: int = 0, skip: int = 0, times: int | None = None
+        self,
+        call: str,
+        *,
+        path: bytes | None = None,
+        offset: int | None = None,
+        error: int = 0,
+        skip: int = 0,
+        times: int | None = None,
     ) -> Fault:
         """Make calls hang until `release`, and then go on, or fail with `error`."""
-        return self._add(Fault(call, path, error=error, is_held=True, skip=skip, times=times))
+        return self._add(Fault(call, path, offset, error=error, is_held=True, skip=skip, times=times))
 
     def shorten(self, size: int) -> Fault:
         """Make reads of the source deliver `size` bytes at most."""
@@ -127,14 +143,14 @@ class Faults:
         for fault in faults:
             fault.release()
 
-    def meet(self, call: str, path: bytes = b"") -> int | None:
+    def meet(self, call: str, path: bytes = b"", offset: int = 0) -> int | None:
         """A call is made: raise, wait or return the number of bytes to deliver at most."""
         size = None
         concerned = []
         with self._lock:
             self.counts[call] += 1
             for fault in self._faults:
-                if fault.call != call or fault.path not in (None, path):
+                if fault.call != call or fault.path not in (None, path) or fault.offset not in (None, offset):
                     continue
                 if fault.skip:
                     fault.skip -= 1
@@ -148,7 +164,7 @@ class Faults:
 
 
 class FaultySource(Source):
-    """A source whose blocking calls meet `faults`: `stat`, `open`, `opendir`, `read`, `check`, `readlink`, `statvfs`."""
+    """A source whose calls meet `faults`: `stat`, `open`, `opendir`, `read`, `check`, `readlink`, `statvfs`."""
 
     faults: Faults
 
@@ -169,7 +185,8 @@ class FaultySource(Source):
         return super()._open_beneath(path, flags)
 
     def _read_some(self, descriptor: Descriptor, view: memoryview, offset: int) -> int:
-        size = self.faults.meet("read", os.fsencode(os.readlink(f"/proc/self/fd/{descriptor.fd}").rpartition("/")[2]))
+        name = os.readlink(f"/proc/self/fd/{descriptor.fd}").rpartition("/")[2]
+        size = self.faults.meet("read", os.fsencode(name), offset)
         return super()._read_some(descriptor, view[:size], offset)
 
     def _fstat(self, descriptor: Descriptor) -> os.stat_result:
@@ -397,6 +414,8 @@ class Node:
 
     def copies(self, tier: int = 0) -> list[Path]:
         """The published copies on a tier, digests left out."""
+        if not self.tiers:
+            return []
         return sorted(p for p in (self.dataset_folder(tier) / "objects").iterdir() if p.suffix != ".sums")
 
     def temp_files(self) -> list[str]:
@@ -501,11 +520,12 @@ def raises_errno(code: int) -> Iterator[None]:
 
 
 def open_descriptors(folder: Path) -> list[str]:
-    """Files below a folder that this process has open, those already unlinked included."""
+    """Files below a folder that this process has open, those already unlinked included, locks not."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             target = re.sub(r" \(deleted\)$", "", os.readlink(f"/proc/self/fd/{fd}"))
-            if Path(target).is_relative_to(folder) and not os.path.isdir(f"/proc/self/fd/{fd}"):
+            is_file = not os.path.isdir(f"/proc/self/fd/{fd}") and not target.endswith("/lock")
+            if Path(target).is_relative_to(folder) and is_file:
                 found.append(target)
     return found

@@ -238,7 +238,7 @@ async def test_read_past_the_first_piece_fetches_all(tmp_path: Path) -> None:
 async def test_whole_fill_goes_on_after_the_close(tmp_path: Path) -> None:
     make(tmp_path, LARGE)
     async with run_node(tmp_path) as node:
-        held = node.faults.hold("read", path=b"f0", skip=2)
+        held = node.faults.hold("read", path=b"f0", offset=2 * PIECE_SIZE)
         handle = await node.open(b"f0")
         expect_content(await node.read(handle, PIECE_SIZE, 10), 0, PIECE_SIZE, 10)
         await held.wait_entered()
