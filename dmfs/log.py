@@ -5,6 +5,7 @@ one entry.
 """
 
 import logging
+import os
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -14,9 +15,16 @@ logger = logging.getLogger("dmfs")
 MAX_ERRORS = 32  # distinct messages kept for `dmfs status`; the oldest goes first
 
 
+def open_private(path: str, flags: int) -> int:
+    """An opener for `open`: a file it makes is for its owner alone, whatever the umask, as paths are in the log."""
+    return os.open(path, flags, 0o600)
+
+
 def setup(*, log_file: str | None, verbose: bool) -> None:
     """Send the log to `log_file` (appended) or to standard error."""
-    handler: logging.Handler = logging.FileHandler(log_file) if log_file else logging.StreamHandler()
+    handler: logging.Handler = logging.StreamHandler()
+    if log_file:
+        handler = logging.StreamHandler(open(log_file, "a", opener=open_private))  # noqa: SIM115 (open to the end)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.handlers[:] = [handler]
     logger.setLevel(logging.DEBUG if verbose else logging.INFO)

@@ -17,6 +17,7 @@ import dmfs
 from dmfs.config import MountConfig
 from dmfs.errors import ConfigError, DaemonUnresponsive, UserError
 from dmfs.fuse import mounting
+from dmfs.log import open_private
 
 START_TIMEOUT = 60.0  # seconds until the mount answers, which takes one where the source answers
 _END_TIMEOUT = 5.0  # seconds that a daemon we give up on has to clear up
@@ -52,7 +53,7 @@ def _open_output(log_file: str | None) -> IO[bytes]:
     if log_file is None:
         return tempfile.TemporaryFile()
     try:
-        return open(log_file, "ab+")
+        return open(log_file, "ab+", opener=open_private)
     except OSError as exc:
         raise ConfigError(f"the log file {log_file} cannot be opened: {exc.strerror}") from exc
 

@@ -21,6 +21,7 @@ from dmfs.errors import DaemonUnresponsive, MountBusy, NotMounted, UserError
 from dmfs.fuse import mounting
 
 ANSWER_TIMEOUT = 3.0  # seconds after which a daemon that says nothing is taken for hung
+PROMPT_END = 1.0  # seconds in which a daemon usually ends by itself
 NOTICE_AFTER = 3.0  # seconds of waiting before we say so
 END_TIMEOUT = 60.0  # seconds for the daemon to end; it looks at fresh copies once more, which takes two or three
 HUNG_TIMEOUT = 10.0 - ANSWER_TIMEOUT  # the same for one that did not answer
@@ -74,9 +75,11 @@ def _unmount(path: str, record: runtime.MountRecord, *, is_mounted: bool) -> Non
     try:
         if is_mounted:
             _detach(path)
-        else:
-            with contextlib.suppress(DaemonUnresponsive):
-                client.ask(record, {"op": "stop", "force": False}, timeout=ANSWER_TIMEOUT)
+            if _wait_end(pidfd, PROMPT_END):
+                return
+        # It may not notice by itself while calls to the source are under way, or wait for late publications.
+        with contextlib.suppress(DaemonUnresponsive):
+            client.ask(record, {"op": "stop", "force": False}, timeout=ANSWER_TIMEOUT)
         if _wait_end(pidfd, min(limit, NOTICE_AFTER)):
             return
         note(f"{path} is unmounted; waiting for its daemon (pid {record.pid}) to end")

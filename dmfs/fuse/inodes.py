@@ -81,14 +81,14 @@ class Listing:
     Attributes:
         expires: until when it may be used for a new open, on the monotonic clock.
         is_complete: every name is here.
-        error: why reading ended early, if it did.
+        error: why reading ended early, if it did. Raise it by way of `without_traceback`: it is shared.
         grown: set, and replaced by a new event, each time names or the end arrive.
     """
 
     def __init__(self) -> None:
         self.expires = 0.0
         self.is_complete = False
-        self.error: OSError | None = None
+        self.error: Exception | None = None
         self.grown = trio.Event()
         self._names: list[bytes] = []
         self._inos = array("Q")
@@ -110,7 +110,7 @@ class Listing:
             self._types.append(kind)
         self._tell()
 
-    def finish(self, error: OSError | None) -> None:
+    def finish(self, error: Exception | None) -> None:
         """All names are here, or reading failed."""
         self.error = error
         self.is_complete = error is None
@@ -213,7 +213,19 @@ class InodeTable:
         names = self._linked_names.get(node.id)
         if names is not None:
             names.discard((parent.id, name))
+            if self._rename_to_one_of(node, names):
+                return
         self._supersede(node)
+
+    def _rename_to_one_of(self, node: Node, names: set[tuple[int, bytes]]) -> bool:
+        """Find a hard-linked file by another of its names from now on. False if there is none left."""
+        for parent_id, name in list(names):
+            parent = self._nodes.get(parent_id)
+            if isinstance(parent, Directory) and parent.children.get(name) is node:
+                node.parent, node.name = parent, name
+                return True
+            names.discard((parent_id, name))
+        return False
 
     def _supersede(self, node: Node) -> None:
         node.is_superseded = True

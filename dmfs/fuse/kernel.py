@@ -17,6 +17,7 @@ import trio
 
 from dmfs.errors import FuseUnavailable, to_errno
 from dmfs.fuse import abi
+from dmfs.fuse.interrupts import CHECK_INTERVAL, PATIENCE, is_dying
 from dmfs.fuse.operations import Operations
 from dmfs.types import DirEntry, Entry, MiB
 
@@ -68,6 +69,15 @@ class _Later(NamedTuple):
     start: Callable[[], Coroutine[Any, Any, _Answer]]
 
 
+class _Request(NamedTuple):
+    """One that waits: which thread made it and when (trio's clock), what ends it, and where its tasks run."""
+
+    pid: int
+    started: float
+    scope: trio.CancelScope
+    nursery: trio.Nursery
+
+
 _Handler = Callable[[int, bytes], "_Answer | _Later | None"]
 _EMPTY = _Answer(b"")
 
@@ -78,7 +88,7 @@ class KernelSession:
     def __init__(self, fd: int, operations: Operations) -> None:
         self._fd = fd
         self._operations = operations
-        self._requests: dict[int, trio.CancelScope] = {}  # tasks under way, by the `unique` of their request
+        self._requests: dict[int, _Request] = {}  # those that wait, by their `unique`
         self._data = memoryview(bytearray(MAX_READ))  # for READs that are answered at once
         self._is_initialized = trio.Event()
         self._handlers: dict[int, _Handler] = {
@@ -145,7 +155,7 @@ class KernelSession:
 
     def _dispatch(self, message: bytes, nursery: trio.Nursery) -> None:
         try:
-            _, opcode, unique, node, *_ = abi.IN_HEADER.unpack_from(message)
+            _, opcode, unique, node, _, _, pid, *_ = abi.IN_HEADER.unpack_from(message)
         except abi.ProtocolError as exc:
             self._operations.errors.add("a message from the kernel without a whole header", exc)
             return
@@ -164,8 +174,8 @@ class KernelSession:
         if isinstance(answer, _Answer):
             self._reply(unique, answer)
         elif answer is not None:
-            scope = self._requests[unique] = trio.CancelScope()
-            nursery.start_soon(self._answer_later, opcode, unique, scope, answer)
+            request = self._requests[unique] = _Request(pid, trio.current_time(), trio.CancelScope(), nursery)
+            nursery.start_soon(self._answer_later, opcode, unique, request.scope, answer)
 
     async def _answer_later(self, opcode: int, unique: int, scope: trio.CancelScope, later: _Later) -> None:
         try:
@@ -243,9 +253,18 @@ class KernelSession:
         )
 
     def _interrupt(self, node: int, message: bytes) -> None:
-        scope = self._requests.get(abi.INTERRUPT_IN.unpack_from(message, abi.BODY)[0])
-        if scope is not None:  # else it has been answered meanwhile
-            scope.cancel()
+        unique = abi.INTERRUPT_IN.unpack_from(message, abi.BODY)[0]
+        request = self._requests.get(unique)
+        if request is not None:  # else it has been answered meanwhile
+            request.nursery.start_soon(self._end_interrupted, unique, request)
+
+    async def _end_interrupted(self, unique: int, request: "_Request") -> None:
+        """Cancel a request whose process is dying, or which hangs anyway; look again until it is answered."""
+        while self._requests.get(unique) is request:
+            if is_dying(request.pid) or trio.current_time() - request.started > PATIENCE:
+                request.scope.cancel()
+                return
+            await trio.sleep(CHECK_INTERVAL)
 
     def _statfs(self, node: int, message: bytes) -> _Answer | _Later:
         st = self._operations.statfs_nowait()

@@ -5,15 +5,17 @@ Nothing here knows FUSE messages, and nothing requires open and release to be pa
 thing. All of it runs in the event loop's thread, so what stands between two awaits is atomic.
 """
 
+import contextlib
 import errno
 import itertools
 import os
 import stat
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import trio
 
-from dmfs.errors import StaleFile
+from dmfs.errors import StaleFile, without_traceback
 from dmfs.fuse.inodes import Directory, InodeTable, Listing, Node
 from dmfs.fuse.ttl import AWAY_TTL, FOREVER, MetadataTtl, is_away
 from dmfs.log import ErrorLog
@@ -55,6 +57,16 @@ class _DirectoryHandle:
         self.stated = 0  # names up to this index have had their attributes asked for in advance
 
 
+class _Question:
+    """Something the source is being asked. After `done`, `error` is what all get who wait for the answer."""
+
+    __slots__ = ("done", "error")
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.error: Exception | None = None
+
+
 class Operations:
     """The operations of a read-only file system over a source and its tiers.
 
@@ -92,8 +104,9 @@ class Operations:
         self._handle_ids = itertools.count(1)
         self._files: dict[int, _FileHandle] = {}
         self._directories: dict[int, _DirectoryHandle] = {}
-        self._looking_up: dict[tuple[int, bytes], trio.Event] = {}
-        self._statvfs: tuple[os.statvfs_result, float] | None = None
+        self._questions: dict[tuple[int, bytes], _Question] = {}  # by directory id and name; the root is (0, b"")
+        self._statvfs: tuple[os.statvfs_result, float] | None = None  # the last numbers, and until when they hold
+        self._statvfs_question: _Question | None = None
         manager.on_changed = self._changed_at_source
 
     def statistics(self) -> dict[str, int]:
@@ -123,23 +136,38 @@ class Operations:
     async def lookup(self, parent: int, name: bytes) -> Entry:
         """The entry of a name. Simultaneous look-ups of one name ask the source once."""
         directory = self._directory(parent)
-        key = (parent, name)
-        while True:
-            entry = self.lookup_nowait(parent, name)
-            if entry is not None:
-                return entry
-            running = self._looking_up.get(key)
-            if running is None:
-                break
-            await running.wait()
-            # The answer may be one that is not to be kept (a TTL of 0): then this is asked anew, as it would be
-            # natively.
-        done = self._looking_up[key] = trio.Event()
+        # The answer to somebody else may be one that is not to be kept (a TTL of 0): then this is asked anew, as it
+        # would be natively.
+        while (entry := self.lookup_nowait(parent, name)) is None:
+            if not await self._wait_for_answer((parent, name)):
+                with self._asking([(parent, name)]):
+                    return await self._ask_source(directory, name)
+        return entry
+
+    @contextlib.contextmanager
+    def _asking(self, keys: list[tuple[int, bytes]]) -> Iterator[None]:
+        """The source is asked for these names, until the block ends."""
+        question = _Question()
+        self._questions.update(dict.fromkeys(keys, question))
         try:
-            return await self._ask_source(directory, name)
+            yield
+        except Exception as exc:
+            question.error = without_traceback(exc)
+            raise
         finally:
-            del self._looking_up[key]
-            done.set()
+            for key in keys:
+                del self._questions[key]
+            question.done.set()
+
+    async def _wait_for_answer(self, key: tuple[int, bytes]) -> bool:
+        """Wait until somebody else's question is answered; False if nobody is asking. Raises what they get."""
+        question = self._questions.get(key)
+        if question is None:
+            return False
+        await question.done.wait()
+        if question.error is not None:
+            raise without_traceback(question.error)
+        return True
 
     async def _ask_source(self, directory: Directory, name: bytes) -> Entry:
         try:
@@ -199,10 +227,15 @@ class Operations:
 
         A node whose name leads to another version by now keeps the attributes of its own.
         """
-        answer = self.getattr_nowait(node)
-        if answer is not None:
-            return answer
         inode = self._inodes.get(node)
+        while (answer := self.getattr_nowait(node)) is None:
+            key = (inode.parent.id, inode.name) if inode.parent else (0, b"")
+            if not await self._wait_for_answer(key):
+                with self._asking([key]):
+                    return await self._ask_for_attributes(inode)
+        return answer
+
+    async def _ask_for_attributes(self, inode: Node) -> tuple[Attributes, float]:
         try:
             attributes = await self._source.lstat(inode.path())
         except OSError as exc:
@@ -224,9 +257,11 @@ class Operations:
         return inode.attributes, max(0.0, inode.expires - self._clock.monotonic())
 
     def _supersede(self, inode: Node) -> None:
+        """A node's name leads elsewhere now. A hard-linked file may have other names, and is asked for by them next."""
         if inode.parent is not None and inode.parent.children.get(inode.name) is inode:
             self._inodes.remove(inode.parent, inode.name)
-        inode.is_superseded = True
+        else:
+            inode.is_superseded = True
 
     def _changed_at_source(self, file: DataFile) -> None:
         """A read found another version than the one that was looked up: the next look-up asks the source."""
@@ -352,7 +387,7 @@ class Operations:
             if entries is not None and (len(entries) > _DOT_ENTRIES or index or opened.listing.is_complete):
                 return entries
             if opened.listing.error is not None:
-                raise opened.listing.error
+                raise without_traceback(opened.listing.error)
             await opened.listing.grown.wait()
 
     def _listing(self, directory: Directory) -> Listing:
@@ -376,19 +411,29 @@ class Operations:
             listing.expires = self._clock.monotonic() + self._ttl.of(attributes)
             directory.listing = listing
 
-        error: OSError | None = None
+        if known is not None and not known.is_complete:
+            known = None
+        error: Exception | None = None
         try:
             await self._source.list_directory(directory.path(), on_start, listing.extend)
         except OSError as exc:
-            error = exc
-            if known is not None and known.is_complete and is_away(exc) and not len(listing):
+            if known is not None and is_away(exc) and not len(listing):
                 listing.extend(known.entries(0, len(known)))
                 listing.expires = self._clock.monotonic() + AWAY_TTL
                 self.metrics.stale_served += 1
-                error = None
+            else:
+                error = without_traceback(exc)
+        except Exception as exc:
+            self._surprised("listing a directory", exc)
+            error = OSError(errno.EIO, os.strerror(errno.EIO))
         listing.finish(error)
         if error is not None and directory.listing is listing:
-            directory.listing = None
+            directory.listing = known
+
+    def _surprised(self, doing: str, exc: Exception) -> None:
+        """A fault in the background, where no reader's request is there to be answered."""
+        self.metrics.surprises += 1
+        self.errors.add(f"fault in {doing}: {exc!r}", exc, kind=f"{doing} {type(exc).__name__}")
 
     def known_entry(self, handle: int, name: bytes) -> Entry | None:
         """The entry of a name just listed, if its attributes are known and fresh; counts a reference then."""
@@ -406,28 +451,25 @@ class Operations:
         if opened.stated > index + ADVISE_AHEAD // 2:
             return
         start = max(index, opened.stated)
-        opened.stated = index + ADVISE_AHEAD
-        names = [n for n in opened.listing.names(start, opened.stated) if n not in opened.directory.children]
+        coming = opened.listing.names(start, index + ADVISE_AHEAD)  # fewer, while the source is being read
+        opened.stated = start + len(coming)
+        names = [name for name in coming if name not in opened.directory.children]
         for i in range(0, len(names), ADVISE_BATCH):
             self._nursery.start_soon(self._fetch_attributes, opened.directory, names[i : i + ADVISE_BATCH])
 
     async def _fetch_attributes(self, directory: Directory, names: list[bytes]) -> None:
-        names = [name for name in names if (directory.id, name) not in self._looking_up]
+        names = [name for name in names if (directory.id, name) not in self._questions]
         if not names:
             return
-        done = trio.Event()
-        for name in names:
-            self._looking_up[directory.id, name] = done
         path = directory.path()
         try:
-            results = await self._source.lstat_many([_join(path, name) for name in names])
-        finally:
-            for name in names:
-                del self._looking_up[directory.id, name]
-            done.set()
-        for name, attributes in zip(names, results, strict=True):
-            if not isinstance(attributes, OSError):
-                self._refresh(self._inodes.update(directory, name, attributes), attributes)
+            with self._asking([(directory.id, name) for name in names]):
+                results = await self._source.lstat_many([_join(path, name) for name in names])
+                for name, attributes in zip(names, results, strict=True):
+                    if not isinstance(attributes, OSError):
+                        self._refresh(self._inodes.update(directory, name, attributes), attributes)
+        except Exception as exc:
+            self._surprised("fetching attributes", exc)
 
     # ---- the whole
 
@@ -439,15 +481,29 @@ class Operations:
 
     async def statfs(self) -> os.statvfs_result:
         """The numbers of the source's file system; the last ones known if the source does not answer in time."""
-        try:
-            with trio.fail_after(STATVFS_WAIT):
-                result = await self._source.statvfs()
-        except (OSError, trio.TooSlowError) as exc:
-            if self._statvfs is None:
-                raise OSError(exc.errno if isinstance(exc, OSError) else errno.ETIMEDOUT, "no answer") from exc
-            result = self._statvfs[0]
+        question = self._statvfs_question
+        if question is None:
+            question = self._statvfs_question = _Question()
+            self._nursery.start_soon(self._ask_for_statvfs, question)
+        with trio.move_on_after(STATVFS_WAIT):
+            await question.done.wait()
+        if self._statvfs is None:
+            raise without_traceback(question.error or OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
+        result, _ = self._statvfs
         self._statvfs = (result, self._clock.monotonic() + STATVFS_TTL)
         return result
+
+    async def _ask_for_statvfs(self, question: _Question) -> None:
+        """In the background, so that a source that hangs is asked by one call, however many there are that wait."""
+        try:
+            self._statvfs = (await self._source.statvfs(), 0.0)
+        except OSError as exc:
+            question.error = without_traceback(exc)
+        except Exception as exc:
+            self._surprised("asking for the free space", exc)
+        finally:
+            self._statvfs_question = None
+            question.done.set()
 
     def _directory(self, node: int) -> Directory:
         inode = self._inodes.get(node)

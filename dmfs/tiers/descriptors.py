@@ -5,10 +5,12 @@ the kernel could give it to another file and the thread would read wrong bytes. 
 with its last reference, and whoever reads in a thread holds a reference.
 """
 
+import contextlib
 import os
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -29,8 +31,9 @@ class Descriptor:
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
-    def __del__(self) -> None:
-        os.close(self.fd)
+    # Bound here: when the interpreter ends, the module may be taken apart before the last descriptor.
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.fd)
 
 
 class SourceDescriptor(Descriptor):
@@ -38,11 +41,14 @@ class SourceDescriptor(Descriptor):
 
     __slots__ = ()
 
-    def __del__(self) -> None:
-        if threading.current_thread() is threading.main_thread() and not sys.is_finalizing():
-            trio.lowlevel.start_thread_soon(partial(os.close, self.fd), _ignore)
-        else:
-            os.close(self.fd)
+    def __del__(
+        self, close: Callable[[int], None] = os.close, is_finalizing: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
+        if not is_finalizing() and threading.current_thread() is threading.main_thread():
+            with contextlib.suppress(RuntimeError):  # the system gives us no more threads
+                trio.lowlevel.start_thread_soon(partial(close, self.fd), _ignore)
+                return
+        close(self.fd)
 
 
 def _ignore(result: "outcome.Outcome[None]") -> None:

@@ -391,6 +391,7 @@ class Fill:
 
     def _copy_file(self, kept: Descriptor | None, view: memoryview, publish: bool) -> _Fetched:
         """A file of one piece in one go: opened, read, checked, shown, written, published and closed."""
+        self.store.check_room(len(view))  # before the source is read, or another tier would have to read it again
         descriptor = kept or self._open()
         is_current = self._source.read_into(descriptor, self.file, 0, view)
         self._source.data.soon(self._arrived, 0, view)

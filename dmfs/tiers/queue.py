@@ -30,11 +30,6 @@ class FillQueue:
         self._running = 0
         self._running_background = 0
 
-    @property
-    def queued(self) -> int:
-        """Whole fills that wait for a place."""
-        return len(self._queued) + len(self._closed)
-
     def ask(self, fill: Fill, piece: int) -> None:
         """A reader waits for this piece."""
         if fill.needs(piece):

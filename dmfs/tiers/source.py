@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import trio
 
-from dmfs.errors import StaleFile
+from dmfs.errors import StaleFile, without_traceback
 from dmfs.metrics import Metrics
 from dmfs.tiers.descriptors import LRU, Descriptor, SourceDescriptor
 from dmfs.tiers.threads import CallThreads
@@ -24,6 +24,16 @@ LISTING_BATCH = 1024  # entries handed over at once while a directory is being r
 
 # A path that was right when it was looked up and now leads elsewhere: the caller's picture is old, the source is well.
 MOVED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
+class _Opening:
+    """A file is being opened; `error` is for all who wait for it."""
+
+    __slots__ = ("done", "error")
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.error: Exception | None = None
 
 
 class Source:
@@ -52,7 +62,7 @@ class Source:
         self.newest_ctime_ns = 0
         self._metrics = metrics
         self._counting = threading.Lock()
-        self._opening: dict[FileKey, trio.Event] = {}
+        self._opening: dict[FileKey, _Opening] = {}
         self._version_from = version_from
         self._root = Descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         self._descriptors: LRU[FileKey, Descriptor] = LRU(MAX_DESCRIPTORS)
@@ -154,15 +164,21 @@ class Source:
             running = self._opening.get(file.key)
             if running is None:
                 break
-            await running.wait()  # who opens it may be cancelled, or fail: then the next one tries
-        done = self._opening[file.key] = trio.Event()
+            await running.done.wait()  # who opens it may be cancelled: then the next one tries
+            if running.error is not None:
+                raise without_traceback(running.error)
+        opening = self._opening[file.key] = _Opening()
         try:
             descriptor = await self.data.run(file.path, self.open_file, file)
+        except Exception as exc:
+            opening.error = without_traceback(exc)
+            raise
+        else:
             self.keep(file.key, descriptor)
             return descriptor
         finally:
             del self._opening[file.key]
-            done.set()
+            opening.done.set()
 
     def keep(self, key: FileKey, descriptor: Descriptor) -> None:
         """Keep a descriptor from `open_file` for the reads to come."""

@@ -264,8 +264,8 @@ class Store:
 
     def create(self, key: FileKey, size: int) -> TempFile:
         """A temporary file for `size` bytes, to be written. Blocks. Raises TierUnavailable, NoRoom among it."""
+        self.check_room(size)
         with self._faults():
-            self._check_free(size)
             name = f"{hex_key(key)}.{next(self._temp_ids)}"
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._folder.tmp_fd)
             temp = TempFile(name, Descriptor(fd))
@@ -277,15 +277,16 @@ class Store:
                     raise
             return temp
 
-    def _check_free(self, size: int) -> None:
+    def check_room(self, size: int) -> None:
         """Raise NoRoom if the file system has not `min_free` to spare with all that is promised, `size` among it.
 
-        Where there is plenty, looks seldom.
+        Blocks. Raises TierUnavailable. Where there is plenty, looks seldom.
         """
         now = self._clock.monotonic()
         if now < self._plenty_until:
             return
-        fs = os.fstatvfs(self._folder.tmp_fd)
+        with self._faults():
+            fs = os.fstatvfs(self._folder.tmp_fd)
         spare = fs.f_bavail * fs.f_frsize - self._unwritten - self._min_free
         if spare < 0:
             self._no_room = (size, now + RETRY_AFTER)

@@ -6,17 +6,17 @@ behind data), a cancelled caller does not wait for its thread, and `waiting()` n
 """
 
 import contextlib
+import errno
+import os
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import outcome
 import trio
 
 from dmfs.types import Clock
-
-if TYPE_CHECKING:
-    import outcome
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class _Call:
         path: bytes,
         started: float,
         function: Callable[[], Any],
-        on_done: "Callable[[outcome.Outcome[Any]], None]",
+        on_done: Callable[[outcome.Outcome[Any]], None],
         on_stuck: Callable[[], None],
     ) -> None:
         self.path = path
@@ -84,7 +84,7 @@ class CallThreads:
         self,
         path: bytes,
         function: Callable[[], T],
-        on_done: "Callable[[outcome.Outcome[T]], None]",
+        on_done: Callable[[outcome.Outcome[T]], None],
         on_stuck: Callable[[], None],
     ) -> None:
         """Run `function()` in a thread, and `on_done` with its outcome in the event loop, where it must not raise.
@@ -120,7 +120,7 @@ class CallThreads:
         self,
         path: bytes,
         function: Callable[[], T],
-        on_done: "Callable[[outcome.Outcome[T]], None]",
+        on_done: Callable[[outcome.Outcome[T]], None],
         on_stuck: Callable[[], None],
     ) -> _Call:
         call = _Call(path, self._clock.monotonic(), function, on_done, on_stuck)
@@ -136,15 +136,18 @@ class CallThreads:
         self._free -= 1
         call.started = self._clock.monotonic()
         self._running[id(call)] = call
-        trio.lowlevel.start_thread_soon(call.function, partial(self._deliver, call), "dmfs")
+        try:
+            trio.lowlevel.start_thread_soon(call.function, partial(self._deliver, call), "dmfs")
+        except RuntimeError:  # the system gives us no more threads
+            self._deliver(call, outcome.Error(OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))))
 
-    def _deliver(self, call: _Call, result: "outcome.Outcome[Any]") -> None:
+    def _deliver(self, call: _Call, result: outcome.Outcome[Any]) -> None:
         """In the thread, after the call."""
         assert self._token is not None
         with contextlib.suppress(trio.RunFinishedError):  # the daemon has ended meanwhile
             self._token.run_sync_soon(self._finish, call, result)
 
-    def _finish(self, call: _Call, result: "outcome.Outcome[Any]") -> None:
+    def _finish(self, call: _Call, result: outcome.Outcome[Any]) -> None:
         del self._running[id(call)]
         if call.is_stuck:
             self._stuck -= 1
@@ -159,5 +162,5 @@ class CallThreads:
             self._launch(self._queued.popleft())
 
 
-def _ignore(result: "outcome.Outcome[Any] | None" = None) -> None:
+def _ignore(result: outcome.Outcome[Any] | None = None) -> None:
     pass

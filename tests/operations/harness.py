@@ -195,9 +195,24 @@ class FaultySource(Source):
 
 
 class FaultyStore(Store):
-    """A tier whose blocking calls meet `faults`: `create`, `write`, `sums`, `publish`, `open_copy`, `read_copy`."""
+    """A tier whose blocking calls meet `faults`: `create`, `write`, `sums`, `publish`, `open_copy`, `read_copy`.
+
+    `no_room` is the look at the free space for so many bytes (`offset`): where it fails, `min_free` stands in the way.
+    """
 
     faults: Faults
+
+    def check_room(self, size: int) -> None:
+        try:
+            self.faults.meet("no_room", offset=size)
+        except OSError:
+            self._min_free, min_free = A_LOT * A_LOT, self._min_free
+            self._plenty_until = 0.0
+            try:
+                super().check_room(size)
+            finally:
+                self._min_free = min_free
+        super().check_room(size)
 
     def create(self, key: FileKey, size: int) -> TempFile:
         with self._faults():

@@ -153,10 +153,12 @@ async def test_error_at_the_very_end_of_a_fill(tmp_path: Path) -> None:
         assert node.copies() == []
 
 
+@pytest.mark.slow
 async def test_fifty_fills_that_fail_half_way(tmp_path: Path) -> None:
     """B11: no temporary file is left, no descriptor, no space."""
     for number in range(50):
-        make(tmp_path, MIDDLE, f"f{number}")
+        make(tmp_path, 10, f"f{number}")
+        os.truncate(tmp_path / f"source/f{number}", MIDDLE)
     async with run_node(tmp_path) as node:
         fault = node.faults.fail("read", errno.EIO, skip=0)
         for number in range(50):
@@ -194,6 +196,29 @@ async def test_counts_are_exact_when_things_go_wrong(tmp_path: Path) -> None:
         assert node.metrics.source.bytes == 4 * MiB
         assert (node.metrics.source.opens, node.metrics.source.stats) == (1, 1)
         node.operations.release(handle)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_no_more_threads(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system refuses a thread for a moment: an error for who asks then, and no place is lost for ever."""
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    make(tmp_path, size)
+    async with run_node(tmp_path, open_wait=0, capacities=(1 << 40,)) as node:
+        handle = await node.open(b"f")
+        with monkeypatch.context() as patch:
+            patch.setattr("trio.lowlevel.start_thread_soon", refuse)
+            for _ in range(40):
+                with raises_errno(errno.EAGAIN):
+                    await node.read(handle, size - 10, 10)
+                with raises_errno(errno.EAGAIN):
+                    await node.lookup(b"missing")
+        expect_content(await node.read_all(handle, size), 0, 0, size, OLD)
+        assert not (await node.lookup_in(1, b"missing")).node
+        node.operations.release(handle)
+        await node.assert_settled()
 
 
 # ---- changes
