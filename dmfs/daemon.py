@@ -7,6 +7,7 @@ The order of the end: unmounted, late publications done, fills dropped, locks re
 import argparse
 import contextlib
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -247,6 +248,7 @@ def run(config: MountConfig, *, on_ready: Callable[[], None] | None = None) -> N
     """
     setup(log_file=config.log_file, verbose=config.verbose)
     sys.setswitchinterval(SWITCH_INTERVAL)
+    gc.freeze()  # what was imported is here to stay, and need not be walked over again and again
     _raise_open_files()
     record = runtime.MountRecord(config.mountpoint, config.source, os.getpid(), time.time())
     lock = runtime.acquire(config.mountpoint, record)

@@ -1,4 +1,5 @@
-"""Counters of one daemon, plain integers since its start. Only the event loop's thread writes them; anybody may read.
+"""Counters of one daemon, plain integers since its start. Only the event loop's thread writes them, but for those of
+the calls to the source, which each call's own thread counts under a lock (`tiers.source`). Anybody may read.
 
 `served` counts what readers got and from where, `source` what dmfs itself did at the source, `fills` the copying.
 Bytes are plain integers. The names are those of `dmfs status --json` (docs/configuration.md).

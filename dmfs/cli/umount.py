@@ -54,6 +54,7 @@ def command(mountpoint: str, force: bool) -> None:
     if record is None and not is_ours:
         what = f"a mount of {mount.source} ({mount.fs_type}), not of dmfs" if mount else "not a mountpoint"
         raise NotMounted(f"{path} is {what}: dmfs status lists the mounts of this user")
+    os.chdir("/")  # or "dmfs umount ." would itself be in the way
     if force:
         _unmount_by_force(path, record)
     elif record is None:
@@ -67,11 +68,12 @@ def _unmount(path: str, record: runtime.MountRecord, *, is_mounted: bool) -> Non
     if pidfd is None:  # it has ended just now
         _unmount_orphan(path)
         return
-    limit = END_TIMEOUT
+    limit, patience = END_TIMEOUT, ANSWER_TIMEOUT
     try:
-        client.ask(record, {"op": "status"}, timeout=ANSWER_TIMEOUT)
+        client.ask(record, {"op": "status"}, timeout=patience)
     except DaemonUnresponsive:
-        limit = HUNG_TIMEOUT
+        limit, patience = HUNG_TIMEOUT, _ASK
+    deadline = time.monotonic() + limit
     try:
         if is_mounted:
             _detach(path)
@@ -79,11 +81,11 @@ def _unmount(path: str, record: runtime.MountRecord, *, is_mounted: bool) -> Non
                 return
         # It may not notice by itself while calls to the source are under way, or wait for late publications.
         with contextlib.suppress(DaemonUnresponsive):
-            client.ask(record, {"op": "stop", "force": False}, timeout=ANSWER_TIMEOUT)
-        if _wait_end(pidfd, min(limit, NOTICE_AFTER)):
+            client.ask(record, {"op": "stop", "force": False}, timeout=patience)
+        if _wait_end(pidfd, NOTICE_AFTER):
             return
         note(f"{path} is unmounted; waiting for its daemon (pid {record.pid}) to end")
-        if _wait_end(pidfd, limit - NOTICE_AFTER):
+        if _wait_end(pidfd, deadline - time.monotonic()):
             return
     finally:
         os.close(pidfd)

@@ -12,9 +12,10 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import TypeVar
 
 import trio
@@ -523,15 +524,24 @@ def _limiter() -> trio.CapacityLimiter:
     return trio.CapacityLimiter(1)  # threads of the tests themselves never wait for those of the node
 
 
-@contextlib.contextmanager
-def raises_errno(code: int) -> Iterator[None]:
-    """The block raises OSError with exactly this errno."""
-    try:
-        yield
-    except OSError as exc:
-        assert exc.errno == code, f"{exc!r} instead of {os.strerror(code)}"  # noqa: PT017 (the errno is the point)
-    else:
-        raise AssertionError(f"no {os.strerror(code)}")
+class raises_errno:  # noqa: N801 (reads as pytest.raises)
+    """The block raises OSError with exactly this errno. Keeps nothing of it, so that what its frames hold is let go."""
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if exc is None:
+            raise AssertionError(f"no {os.strerror(self._code)}")
+        if not isinstance(exc, OSError):
+            return False
+        assert exc.errno == self._code, f"{exc!r} instead of {os.strerror(self._code)}"
+        return True
 
 
 def open_descriptors(folder: Path) -> list[str]:
