@@ -122,7 +122,8 @@ class CacheConfig(BaseModel):
 
     path: AbsolutePath = Field(description="the folder; made if it is missing")
     size: Annotated[Size, AfterValidator(_enough)] | None = Field(
-        None, description="most bytes of copies, a share being of the whole file system; none: all that min_free leaves"
+        default=None,
+        description="most bytes of copies, a share being of the whole file system; none: all that min_free leaves",
     )
 
 
@@ -134,33 +135,47 @@ class MountConfig(BaseModel):
     source: AbsolutePath = Field(description="the dataset directory on the shared file system; never written to")
     mountpoint: AbsolutePath = Field(description="the empty directory where the view appears")
     cache: tuple[CacheConfig, ...] = Field(
-        (), description="folders on local disks that keep the copies, fastest first, each PATH or PATH:SIZE"
+        default=(), description="folders on local disks that keep the copies, fastest first, each PATH or PATH:SIZE"
     )
-    immutable: bool = Field(False, description="the source never changes: nothing is ever looked at a second time")
+    immutable: bool = Field(
+        default=False, description="the source never changes: nothing is ever looked at a second time"
+    )
     metadata_ttl: Seconds | None = Field(
-        None,
+        default=None,
         description="seconds for which attributes and listings are believed; none: a tenth of the file's age, "
         "at least 60 s, at most 1 h",
     )
-    allow_other: bool = Field(False, description="let other users, root included, use the mount")
+    allow_other: bool = Field(default=False, description="let other users, root included, use the mount")
     dataset_id: str | None = Field(
-        None, min_length=1, description="what names the dataset in the cache; none: the real path of the source"
+        default=None, min_length=1, description="what names the dataset in the cache; none: the real path of the source"
     )
     version_from: VersionFrom = Field(
-        "ctime", description="what makes a version of a file: ctime (with size and mtime), or mtime (with size) alone"
+        default="ctime",
+        description="what makes a version of a file: ctime (with size and mtime), or mtime (with size) alone",
     )
-    front_end: Literal["kernel", "pyfuse3"] = Field("kernel", description="what speaks FUSE: kernel, or pyfuse3")
-    log_file: AbsolutePath | None = Field(None, description="file that the daemon's log is appended to; none: no log")
-    verbose: bool = Field(False, description="log more")
+    front_end: Literal["kernel", "pyfuse3"] = Field(
+        default="kernel", description="what speaks FUSE: kernel, or pyfuse3"
+    )
+    log_file: AbsolutePath | None = Field(
+        default=None, description="file the log is appended to; none: the terminal in the foreground, else no log"
+    )
+    verbose: bool = Field(default=False, description="log more")
     min_free: Size = Field(
-        Size.parse("5%"), description="what is always left free on each cache's file system, a share being of the whole"
+        default=Size.parse("5%"),
+        description="what is always left free on each cache's file system, a share being of the whole",
     )
-    open_wait: Bytes = Field(8 * MiB, description="files up to this size are copied before their open returns")
-    open_wait_seconds: Seconds = Field(10.0, description="seconds after which such an open goes on without the copy")
-    fills: Count = Field(8, description="files copied at the same time")
-    pieces_in_flight: Count = Field(16, description="pieces (4 MiB) being copied at the same time, over all files")
-    metadata_threads: Count = Field(32, description="look-ups and listings asked of the source at the same time")
-    data_threads: Count = Field(16, description="reads asked of the source and of slow tiers at the same time")
+    open_wait: Bytes = Field(default=8 * MiB, description="files up to this size are copied before their open returns")
+    open_wait_seconds: Seconds = Field(
+        default=10.0, description="seconds after which such an open goes on without the copy"
+    )
+    fills: Count = Field(default=8, description="files copied at the same time")
+    pieces_in_flight: Count = Field(
+        default=16, description="pieces (4 MiB) being copied at the same time, over all files"
+    )
+    metadata_threads: Count = Field(
+        default=32, description="look-ups and listings asked of the source at the same time"
+    )
+    data_threads: Count = Field(default=16, description="reads asked of the source and of slow tiers at the same time")
 
     @field_validator("cache")
     @classmethod

@@ -159,13 +159,11 @@ def _explain(where: str, error: Any) -> str:
         return f"{where}: {names[-1]} is missing in {names[0]}"
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown setting {names[-1]!r} in {names[0]}; it takes path and size"
-    value, reason = error["input"], error["msg"].removeprefix("Value error, ")
-    if isinstance(value, Size):
-        value = str(value)
+    value, name = error["input"], ".".join(names)
+    reason = re.sub(r"^(Input|String|Value)\b", "it", error["msg"].removeprefix("Value error, "))
     if isinstance(value, list | tuple | dict):
-        return f"{where}: {'.'.join(names)}: {reason}"
-    reason = re.sub(r"^(Input|String|Value)\b", "it", reason)
-    return _refusal(where, ".".join(names), value, reason)
+        return f"{where}: {name}: {reason}"
+    return _refusal(where, name, str(value) if isinstance(value, Size) else value, reason)
 
 
 def read_yaml(path: str) -> dict[str, Value]:
@@ -183,7 +181,7 @@ def read_yaml(path: str) -> dict[str, Value]:
         raise ConfigError(f"{path}: this is no configuration file, it is larger than {MAX_CONFIG_FILE} bytes")
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is None:
+        if root is None or root.tag == "tag:yaml.org,2002:null":
             return {}
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{_line(path, root)}: the file should be lines such as fills: 8")

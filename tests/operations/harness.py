@@ -524,7 +524,7 @@ def _limiter() -> trio.CapacityLimiter:
     return trio.CapacityLimiter(1)  # threads of the tests themselves never wait for those of the node
 
 
-class raises_errno:  # noqa: N801 (reads as pytest.raises)
+class raises_errno:
     """The block raises OSError with exactly this errno. Keeps nothing of it, so that what its frames hold is let go."""
 
     def __init__(self, code: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from dmfs.errors import TierUnavailable
 from dmfs.tiers.store import RETRY_AFTER, ReadMode
 from dmfs.types import PIECE_SIZE, KiB, MiB
 from tests.operations.harness import Node, open_descriptors, run_node, until
@@ -192,6 +193,23 @@ async def test_reader_of_two_pieces_when_the_tier_fails_between_them(tmp_path: P
         handle = await node.open(b"f0")
         offset = PIECE_SIZE - 100
         expect_content(await node.read(handle, offset, 200), 0, offset, 200)
+        node.operations.release(handle)
+        await node.assert_settled()
+
+
+async def test_nobody_waits_for_a_fill_that_has_ended(tmp_path: Path) -> None:
+    """A reader that comes to its second piece after the end would wait for ever."""
+    make(tmp_path, LARGE)
+    async with run_node(tmp_path) as node:
+        handle = await node.open(b"f0")
+        expect_content(await node.read(handle, 0, 10), 0, 0, 10)
+        (fill,) = node.manager._fills.values()
+        node.manager._drop(fill)
+        with pytest.raises(TierUnavailable):
+            fill.wait_for(1)
+        assert fill.reader(memoryview(bytearray(10)), 0) is None
+        assert not fill.read_nowait(memoryview(bytearray(10)), 0)
+        expect_content(await node.read_all(handle, LARGE), 0, 0, LARGE)
         node.operations.release(handle)
         await node.assert_settled()
 
