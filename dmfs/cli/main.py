@@ -14,7 +14,6 @@ from dmfs.cli.output import note
 from dmfs.errors import UserError
 
 INTERRUPTED = 130  # as a shell says of a program ended by SIGINT
-BROKEN_PIPE = 141  # and by SIGPIPE
 
 _COMMANDS = {
     "mount": "Mount a dataset directory.",
@@ -78,4 +77,4 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:
         # What is still buffered must not raise again when Python flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return UserError.exit_code  # as click says of those it meets itself

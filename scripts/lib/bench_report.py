@@ -153,7 +153,7 @@ class Report:
         variants = list(dict.fromkeys(series.variant for series in self.series if series.variant != self.base))
         thickness = 0.8 / len(variants)
         figure, axes = plt.subplots(figsize=(8, 1.6 + 0.32 * len(cases) * len(variants)), layout="constrained")
-        greatest = 1.0
+        least = greatest = 1.0
         for index, variant in enumerate(variants):
             found = [(row, s) for row, case in enumerate(cases) if (s := self.find(case, variant)) and self.ratios(s)]
             rows = [row + (index - (len(variants) - 1) / 2) * thickness for row, _ in found]
@@ -164,6 +164,7 @@ class Report:
                 [max(r) - m for m, r in zip(middles, ratios, strict=True)],
             ]
             axes.barh(rows, middles, thickness * 0.9, xerr=spans, label=variant, error_kw={"lw": 1, "capsize": 2})
+            least = min([least, *(min(r) for r in ratios)])
             greatest = max([greatest, *(max(r) for r in ratios)])
             for row, middle, ratio in zip(rows, middles, ratios, strict=True):
                 axes.annotate(f" {middle:.2f}", (max(ratio), row), va="center", fontsize=8)
@@ -172,7 +173,7 @@ class Report:
         axes.invert_yaxis()
         if greatest > MAX_LINEAR:
             axes.set_xscale("log")
-            axes.set_xlim(0.5, greatest * 2)
+            axes.set_xlim(least / 2, greatest * 2)
             axes.xaxis.set_major_formatter(ScalarFormatter())
         else:
             axes.set_xlim(0, greatest * 1.15)
