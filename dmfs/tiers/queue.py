@@ -27,6 +27,7 @@ class FillQueue:
         self._active: deque[Fill] = deque()  # whole fills that take turns, at most `fills`
         self._queued: deque[Fill] = deque()  # whole fills that wait for a place
         self._closed: deque[Fill] = deque()  # the same, of files that were closed after they had been started
+        self._hanging: dict[Fill, int] = {}  # fills that the source hangs in, and in how many pieces
         self._running = 0
         self._running_background = 0
 
@@ -37,8 +38,8 @@ class FillQueue:
             self._start()
 
     def add(self, fill: Fill) -> None:
-        """Fetch the whole file. Again for a fill that is here already: nothing happens."""
-        if not fill.is_wanted_whole:
+        """Fetch the whole file. Nothing happens if that is so already, or while the source hangs in the file."""
+        if not fill.is_wanted_whole and fill not in self._hanging:
             fill.is_wanted_whole = True
             self._queued.append(fill)
             self._start()
@@ -59,7 +60,20 @@ class FillQueue:
             self._running += 1
             self._running_background += is_background
             place = _Place(partial(self._leave, is_background))
-            fill.fetch(piece, on_done=place.leave, on_stuck=place.leave)
+            fill.fetch(piece, on_done=partial(self._done, fill, place), on_stuck=partial(self._stuck, fill, place))
+
+    def _done(self, fill: Fill, place: "_Place") -> None:
+        if place.is_left:
+            self._hanging[fill] -= 1
+            if not self._hanging[fill]:
+                del self._hanging[fill]
+        place.leave()
+
+    def _stuck(self, fill: Fill, place: "_Place") -> None:
+        """The source hangs in a piece: others take its place, and no more of this file are fetched unasked."""
+        self._hanging[fill] = self._hanging.get(fill, 0) + 1
+        self.remove(fill)
+        place.leave()
 
     def _leave(self, is_background: bool) -> None:
         self._running -= 1
@@ -103,12 +117,13 @@ class FillQueue:
 class _Place:
     """One of the places for pieces, given back once: when the piece is done, or when the source hangs in it."""
 
-    __slots__ = ("_on_leave",)
+    __slots__ = ("_on_leave", "is_left")
 
     def __init__(self, on_leave: Callable[[], None]) -> None:
-        self._on_leave: Callable[[], None] | None = on_leave
+        self._on_leave = on_leave
+        self.is_left = False
 
     def leave(self) -> None:
-        on_leave, self._on_leave = self._on_leave, None
-        if on_leave is not None:
-            on_leave()
+        if not self.is_left:
+            self.is_left = True
+            self._on_leave()

@@ -183,3 +183,17 @@ def test_hanging_piece_gives_its_place_back_once(log: list[str]) -> None:
     assert log == ["s0", "a0"], "its late end frees no second place"
     fill.done(0)
     assert log == ["s0", "a0", "a1"]
+
+
+def test_nothing_is_fetched_unasked_where_the_source_hangs(log: list[str]) -> None:
+    queue, fill = make_queue(), FakeFill("a", 9, log)
+    queue.add(fill)  # type: ignore[arg-type]
+    fill.hangs(0)
+    queue.add(fill)  # type: ignore[arg-type]
+    assert log == ["a0"], "more of the file was fetched into the same hole"
+    queue.ask(fill, 5)  # type: ignore[arg-type]
+    assert log == ["a0", "a5"], "a reader's piece is asked for all the same"
+    fill.done(5)
+    fill.done(0)
+    queue.add(fill)  # type: ignore[arg-type]
+    assert log == ["a0", "a5", "a1"], "the source is back"
