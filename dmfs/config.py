@@ -8,6 +8,7 @@ and these models together.
 import os
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -79,7 +80,8 @@ class Size(BaseModel):
 
     @model_serializer
     def _to_text(self) -> int | str:
-        return self.bytes if self.bytes is not None else f"{self.percent!r}%"
+        # By way of Decimal, since a float as small as 0.00001 is written 1e-05, which is no size.
+        return self.bytes if self.bytes is not None else f"{Decimal(repr(self.percent)):f}%"
 
     def __str__(self) -> str:
         return f"{self.percent:g}%" if self.bytes is None else ByteSize(self.bytes).human_readable(separator=" ")
