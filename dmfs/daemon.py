@@ -304,8 +304,18 @@ def main() -> None:
             with contextlib.suppress(BrokenPipeError), ready:
                 ready.write(json.dumps(answer) + "\n")
 
+    def say_ready() -> None:
+        tell({"ok": True})
+        os.chdir("/")  # or the directory it was started in could not be unmounted
+        if config.log_file is None:
+            # Until now standard error was a file without a name, for the command to read; it would only grow.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
+            os.close(null)
+
     try:
-        run(config, on_ready=lambda: tell({"ok": True}))
+        run(config, on_ready=say_ready)
     except UserError as exc:
         logger.error("%s", exc)
         tell({"error": str(exc), "exit_code": exc.exit_code})

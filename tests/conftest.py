@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.mounts import MountFactory, live_mounts
 
@@ -14,6 +15,13 @@ from tests.support.mounts import MountFactory, live_mounts
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--full` adds the tests marked `full`."""
     parser.addoption("--full", action="store_true", help="also run the literal sizes of the field cases (minutes)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """hypothesis draws the same examples in every run, so that a failure is the change's; `--full` looks further."""
+    settings.register_profile("steady", derandomize=True, database=None, deadline=None)
+    if not config.getoption("--full"):
+        settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -196,6 +196,10 @@ def _check_caches(caches: tuple[CacheConfig, ...], source: str, mountpoint: str,
             raise MountpointError(
                 f"the cache {cache.path} is inside the mountpoint {mountpoint}, which would hide it: put it elsewhere"
             )
+        if is_inside(mountpoint, cache.path):
+            raise MountpointError(
+                f"the mountpoint {mountpoint} is inside the cache {cache.path}: mount on a directory outside it"
+            )
         if is_inside(cache.path, source):
             raise CacheError(f"the cache {cache.path} is inside the source {source}: put it on a local disk")
         if cache.path in (other.path for other in caches[:index]):

@@ -70,7 +70,7 @@ def _columns(*names: str) -> Table:
 
 def _tiers(tiers: list[dict[str, Any]]) -> Table:
     table = _columns("used", "capacity", "copies")
-    table.add_column("state", no_wrap=True)
+    table.add_column("state", max_width=16)  # a disk's complaint may be long, and the path needs room
     table.add_column("path", overflow="fold")
     for tier in tiers:
         table.add_row(
