@@ -79,24 +79,28 @@ class SlowFs:
         self.mountpoint.mkdir(exist_ok=True)
         self._folder = tempfile.mkdtemp(prefix="slowfs-", dir="/tmp")  # the path of a Unix socket must be short
         options = [word for name, value in self._options.items() for word in (name, str(value))]
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", self.module, "--foreground", "--control", f"{self._folder}/control"),
-                *options,
-                *(str(self.source.absolute()), str(self.mountpoint.absolute())),
-            ],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the caller, who may still have to unmount what lies above
-        )
+        said = Path(self._folder) / "stderr"  # not ours: whoever reads that would wait for slowfs too
+        with said.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", self.module, "--foreground", "--control", f"{self._folder}/control"),
+                    *options,
+                    *(str(self.source.absolute()), str(self.mountpoint.absolute())),
+                ],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the caller, who may still have to unmount what lies above
+            )
         assert self._process.stdout is not None
         self.pid = self._process.pid
         if not self._process.stdout.readline():
             code = self._process.wait(TIMEOUT)
+            words = said.read_text(errors="replace").strip()
             self.stop()
-            raise SlowFsError(f"slowfs over {self.source} ended with {code} before the mount answered")
+            raise SlowFsError(f"slowfs over {self.source} ended with {code} before the mount answered: {words}")
 
     def stop(self) -> None:
         """Unmount, busy or not, and wait until the process is gone. No error if it is already."""
