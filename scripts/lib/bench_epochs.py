@@ -31,28 +31,36 @@ BASE = "direct"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of data set: `count` files of `size` bytes, read by `readers` processes."""
+    """One kind of data set: `count` files of `size` bytes, read by `readers` processes, `request` bytes at a time."""
 
     count: int
     size: int
     readers: int
+    request: int = MiB
 
     @property
     def name(self) -> str:
         """The case in words."""
         size = f"{self.size // MiB} MiB" if self.size >= MiB else f"{self.size // KiB} KiB"
-        return f"{self.count:,} x {size}, {self.readers} reader{'s' * (self.readers > 1)}"
+        requests = "" if self.request == MiB else f" in {self.request // KiB} KiB reads"
+        return f"{self.count:,} x {size}{requests}, {self.readers} reader{'s' * (self.readers > 1)}"
 
 
 CASES = {
     "small": Case(count=2000, size=110 * KiB, readers=4),
+    "buffered": Case(count=2000, size=110 * KiB, readers=4, request=64 * KiB),
     "large": Case(count=8, size=100 * MiB, readers=4),
     "single": Case(count=8, size=100 * MiB, readers=1),
 }
-"""What is measured: many small files, few large ones, and these by one reader alone."""
+"""What is measured.
+
+Many small files, each in one read, the least that any program can ask for; the same a buffer at a time, as image
+loaders read; few large ones; and these by one reader alone.
+"""
 
 QUICK = {
     "small": Case(count=200, size=110 * KiB, readers=4),
+    "buffered": Case(count=200, size=110 * KiB, readers=4, request=64 * KiB),
     "large": Case(count=8, size=10 * MiB, readers=4),
     "single": Case(count=8, size=10 * MiB, readers=1),
 }
@@ -84,7 +92,7 @@ def _direct(work: Path, report: Report, case: Case, samples: list[Sample], pool:
     """The base: one epoch straight from the slow file system."""
     paths = shuffled([sample.path for sample in samples], epoch=number)
     with _slow(work) as slow:
-        epoch = pool.read(slow.mountpoint, paths)
+        epoch = pool.read(slow.mountpoint, paths, request_size=case.request)
         report.add(case.name, BASE, epoch.seconds, unit="s")
         report.check(f"{case.name}, direct: bytes read", expected=total_bytes(samples), found=slow.counters().bytes)
 
@@ -103,7 +111,8 @@ def _dmfs(work: Path, report: Report, case: Case, samples: list[Sample], pool: R
                 mount.mount()
                 mount.wait_idle()
             before = cpu_seconds(mount.pid)
-            epoch = pool.read(mount.mountpoint, shuffled(paths, epoch=number * epoch_number), drop_pages=True)
+            order = shuffled(paths, epoch=number * epoch_number)
+            epoch = pool.read(mount.mountpoint, order, request_size=case.request, drop_pages=True)
             cpu = (cpu_seconds(mount.pid) - before) / epoch.seconds
             mount.wait_idle()
             report.add(case.name, f"dmfs, {label}", epoch.seconds, unit="s", cpu=cpu)
