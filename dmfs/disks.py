@@ -106,8 +106,3 @@ def is_network_file_system(path: str) -> str | None:
     """The name of the network file system (or FUSE) that `path` lies on, None if it lies on none. Raises OSError."""
     found = file_system(path)
     return found.name if found.kind == "network" else None
-
-
-def is_local_disk(path: str) -> bool:
-    """True if `path` lies on a file system known to keep its bytes on a disk of this machine. Raises OSError."""
-    return file_system(path).kind == "disk"

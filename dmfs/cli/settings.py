@@ -142,11 +142,6 @@ def load_settings(flags: Mapping[str, object], *, config_file: str | None, envir
     return Settings(config, {name: value.origins[0] for name, (value, _) in given.items()})
 
 
-def load(flags: Mapping[str, object], *, config_file: str | None, environ: Mapping[str, str]) -> MountConfig:
-    """`load_settings` without the origins."""
-    return load_settings(flags, config_file=config_file, environ=environ).config
-
-
 def _given(value: object, origin: str) -> Value:
     count = len(value) if isinstance(value, list | tuple) else 0
     return Value(value, (origin,) * (count + 1))

@@ -12,12 +12,17 @@ from hypothesis import strategies as st
 
 from dmfs import config, disks, errors
 from dmfs.cli import settings
-from dmfs.cli.settings import load, load_settings
+from dmfs.cli.settings import load_settings
 from dmfs.config import CacheConfig, MountConfig, Size
 from dmfs.errors import CacheError, ConfigError, UserError
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 PLACES = {"source": "/source", "mountpoint": "/mnt"}
+
+
+def load(flags: Mapping[str, object], *, config_file: str | None, environ: Mapping[str, str]) -> config.MountConfig:
+    """The settings without where they came from."""
+    return load_settings(flags, config_file=config_file, environ=environ).config
 
 
 def loaded(text: str | None = None, tmp_path: Path | None = None, /, **flags: object) -> MountConfig:

@@ -31,7 +31,6 @@ def test_kinds(monkeypatch: pytest.MonkeyPatch, magic: int, name: str, kind: dis
     monkeypatch.setattr(disks, "_magic", lambda path: magic)
     assert disks.file_system("/") == (name, kind)
     assert disks.is_network_file_system("/") == (name if kind == "network" else None)
-    assert disks.is_local_disk("/") is (kind == "disk")
 
 
 def test_the_kernel_is_asked() -> None:
