@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import trio
@@ -153,7 +154,7 @@ class Daemon:
                 await nursery.start(session.run)
                 await trio.to_thread.run_sync(self._tune)
                 # Not before the mount answers: who can ask for the status can use the mount.
-                await services.start(self._serve_control, control_socket)
+                await services.start(partial(control.serve, control_socket, status=self.status, stop=self._stop))
                 self.state = "mounted"
                 logger.info("%s is mounted at %s", config.source, config.mountpoint)
                 on_ready()
@@ -167,20 +168,16 @@ class Daemon:
         if mount is not None:
             mounting.set_readahead(mount.device, READAHEAD_KIB)
 
-    async def _serve_control(
-        self, path: str, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED
-    ) -> None:
-        await control.serve(path, status=self.status, stop=self._stop, task_status=task_status)
-
     async def _stop_on_signal(self, signals: Any) -> None:
         async for number in signals:
             logger.info("%s: unmounting", signal.Signals(number).name)
             self._stop(False)
 
     def _stop(self, force: bool) -> None:
-        """End the session:
+        """End the session: the mount is detached at once, and whoever still has files open gets ENOTCONN.
 
-        detached at once, whoever still has files open gets ENOTCONN. By force: without late publications.
+        Args:
+            force: do not wait for late publications.
         """
         self._is_forced = self._is_forced or force
         self._session.cancel()

@@ -18,9 +18,9 @@ MiB = 1024 * KiB
 GiB = 1024 * MiB
 
 PIECE_SIZE = 4 * MiB
-"""Bytes of a piece:
+"""Bytes of a piece, the unit of fetching, of digests and of waiting.
 
-the unit of fetching, of digests and of waiting. It is also one RPC of a Lustre client with usual settings.
+It is also one RPC of a Lustre client with usual settings.
 """
 
 VersionFrom = Literal["ctime", "mtime"]

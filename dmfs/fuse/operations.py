@@ -21,6 +21,7 @@ from dmfs.fuse.ttl import AWAY_TTL, FOREVER, MetadataTtl, is_away
 from dmfs.log import ErrorLog
 from dmfs.metrics import Metrics, Served
 from dmfs.tiers.manager import Manager
+from dmfs.tiers.pending import Pending
 from dmfs.types import (
     Attributes,
     Clock,
@@ -55,16 +56,6 @@ class _DirectoryHandle:
         self.directory = directory
         self.listing: Listing | None = None
         self.stated = 0  # names up to this index have had their attributes asked for in advance
-
-
-class _Question:
-    """Something the source is being asked. After `done`, `error` is what all get who wait for the answer."""
-
-    __slots__ = ("done", "error")
-
-    def __init__(self) -> None:
-        self.done = trio.Event()
-        self.error: Exception | None = None
 
 
 class Operations:
@@ -104,9 +95,9 @@ class Operations:
         self._handle_ids = itertools.count(1)
         self._files: dict[int, _FileHandle] = {}
         self._directories: dict[int, _DirectoryHandle] = {}
-        self._questions: dict[tuple[int, bytes], _Question] = {}  # by directory id and name; the root is (0, b"")
+        self._questions: dict[tuple[int, bytes], Pending] = {}  # by directory id and name; the root is (0, b"")
         self._statvfs: tuple[os.statvfs_result, float] | None = None  # the last numbers, and until when they hold
-        self._statvfs_question: _Question | None = None
+        self._statvfs_question: Pending | None = None
         manager.on_changed = self._changed_at_source
 
     def statistics(self) -> dict[str, int]:
@@ -147,26 +138,24 @@ class Operations:
     @contextlib.contextmanager
     def _asking(self, keys: list[tuple[int, bytes]]) -> Iterator[None]:
         """The source is asked for these names, until the block ends."""
-        question = _Question()
+        question = Pending()
         self._questions.update(dict.fromkeys(keys, question))
         try:
             yield
         except Exception as exc:
-            question.error = without_traceback(exc)
+            question.fail(exc)
             raise
         finally:
             for key in keys:
                 del self._questions[key]
-            question.done.set()
+            question.finish()
 
     async def _wait_for_answer(self, key: tuple[int, bytes]) -> bool:
         """Wait until somebody else's question is answered; False if nobody is asking. Raises what they get."""
         question = self._questions.get(key)
         if question is None:
             return False
-        await question.done.wait()
-        if question.error is not None:
-            raise without_traceback(question.error)
+        await question.wait()
         return True
 
     async def _ask_source(self, directory: Directory, name: bytes) -> Entry:
@@ -483,7 +472,7 @@ class Operations:
         """The numbers of the source's file system; the last ones known if the source does not answer in time."""
         question = self._statvfs_question
         if question is None:
-            question = self._statvfs_question = _Question()
+            question = self._statvfs_question = Pending()
             self._nursery.start_soon(self._ask_for_statvfs, question)
         with trio.move_on_after(STATVFS_WAIT):
             await question.done.wait()
@@ -493,17 +482,17 @@ class Operations:
         self._statvfs = (result, self._clock.monotonic() + STATVFS_TTL)
         return result
 
-    async def _ask_for_statvfs(self, question: _Question) -> None:
+    async def _ask_for_statvfs(self, question: Pending) -> None:
         """In the background, so that a source that hangs is asked by one call, however many there are that wait."""
         try:
             self._statvfs = (await self._source.statvfs(), 0.0)
         except OSError as exc:
-            question.error = without_traceback(exc)
+            question.fail(exc)
         except Exception as exc:
             self._surprised("asking for the free space", exc)
         finally:
             self._statvfs_question = None
-            question.done.set()
+            question.finish()
 
     def _directory(self, node: int) -> Directory:
         inode = self._inodes.get(node)

@@ -16,11 +16,11 @@ from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING
 
-import trio
 import xxhash
 
 from dmfs.errors import DmfsError, StaleFile, TierUnavailable, without_traceback
 from dmfs.tiers.descriptors import Descriptor
+from dmfs.tiers.pending import Pending
 from dmfs.tiers.source import Source
 from dmfs.tiers.store import Copy, Reservation, Store, TempFile
 from dmfs.types import PIECE_SIZE, DataFile
@@ -46,19 +46,6 @@ class Outcome(Enum):
     RUNNING = auto()
     BROKEN = auto()  # the source gave an error, or the file is gone: pieces are fetched for readers who ask, no more
     OVER = auto()  # published, failed or dropped
-
-
-class PieceWait:
-    """Readers waiting for one piece. After `event`, `error` says why it is not here, if it is not.
-
-    Raise that by way of `without_traceback`: it is shared.
-    """
-
-    __slots__ = ("error", "event")
-
-    def __init__(self) -> None:
-        self.event = trio.Event()
-        self.error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +115,7 @@ class Fill:
         self._missing = self.piece_count
         self._in_flight = 0
         self._next = 0
-        self._waits: dict[int, PieceWait] = {}
+        self._waits: dict[int, Pending] = {}
         self._memory: dict[int, memoryview] = {}  # pieces that are here and still being written
         self._temp: TempFile | None = None
         self._opened: Descriptor | None = None  # of the source, where it was not open before
@@ -198,7 +185,7 @@ class Fill:
             return None if rest else _nothing
         return partial(_read_parts, self.store, self._temp.descriptor, rest)
 
-    def wait_for(self, piece: int) -> PieceWait | None:
+    def wait_for(self, piece: int) -> Pending | None:
         """Wait for a piece: the wait to await, or None if it is here. The caller tells the queue.
 
         Raises:
@@ -210,7 +197,7 @@ class Fill:
             raise without_traceback(self._end_error)
         wait = self._waits.get(piece)
         if wait is None:
-            wait = self._waits[piece] = PieceWait()
+            wait = self._waits[piece] = Pending()
         return wait
 
     # ---- for the queue and the manager
@@ -359,8 +346,9 @@ class Fill:
     def _wake(self, piece: int, error: Exception | None) -> None:
         wait = self._waits.pop(piece, None)
         if wait is not None:
-            wait.error = error and without_traceback(error)
-            wait.event.set()
+            if error is not None:
+                wait.fail(error)
+            wait.finish()
 
     def _break(self) -> None:
         if self.outcome is Outcome.RUNNING:
@@ -403,8 +391,8 @@ class Fill:
             finished = None
             if is_current:
                 finished = Finished(digest, self.store.allocated(temp), publish)
-            if is_current and publish:
-                self.store.publish(self.file.key, digest, temp.name)
+                if publish:
+                    self.store.publish(self.file.key, digest, temp.name)
         except BaseException:
             self.store.remove_temp(temp.name)
             raise

@@ -18,7 +18,8 @@ from dmfs.errors import CopyDamaged, StaleFile, TierUnavailable, without_traceba
 from dmfs.log import ErrorLog
 from dmfs.metrics import Metrics, Served
 from dmfs.tiers.descriptors import LRU, Descriptor
-from dmfs.tiers.fill import Fill, Finished, Outcome, PieceWait
+from dmfs.tiers.fill import Fill, Finished, Outcome
+from dmfs.tiers.pending import Pending
 from dmfs.tiers.queue import FillQueue
 from dmfs.tiers.recheck import Recheck
 from dmfs.tiers.source import Source
@@ -114,10 +115,7 @@ class Manager:
     # ---- open and close
 
     def open_nowait(self, file: DataFile) -> bool:
-        """Open a file that needs no wait:
-
-        True if a copy is here, or it is empty. False: nothing was done, call `open`.
-        """
+        """Open a file that needs no wait: a copy is here, or it is empty. False: nothing was done, call `open`."""
         if file.version.size and not self._has_copy(file.key):
             return False
         self._pin(file.key)
@@ -232,9 +230,9 @@ class Manager:
         return self._metrics.source_served
 
     async def seek(self, file: DataFile, offset: int, whence: int) -> int:
-        """lseek(2) with SEEK_DATA or SEEK_HOLE:
+        """lseek(2) with SEEK_DATA or SEEK_HOLE, from a copy (whose holes are whole pieces) or the source.
 
-        from a copy (whose holes are whole pieces) or the source. Raises as `read`.
+        Raises as `read`.
         """
         await self._wait_scanned()
         with contextlib.suppress(TierUnavailable):
@@ -304,9 +302,7 @@ class Manager:
         if last > 0 and fill.outcome is Outcome.RUNNING:
             self._queue.add(fill)
         for wait in waits:
-            await wait.event.wait()
-            if wait.error is not None:
-                raise without_traceback(wait.error)
+            await wait.wait()
         if not fill.read_nowait(view, offset):
             read_in_thread = fill.reader(view, offset)
             if read_in_thread is None:
@@ -371,14 +367,14 @@ class Manager:
         if fill.outcome is Outcome.RUNNING:
             self._queue.add(fill)
         for wait in waits:
-            await wait.event.wait()
+            await wait.done.wait()
             if wait.error is None:
                 continue
             if not isinstance(wait.error, OSError) or fill.has_open_failed:
                 raise without_traceback(wait.error)
             return
 
-    def _ask(self, fill: Fill, pieces: range) -> list[PieceWait]:
+    def _ask(self, fill: Fill, pieces: range) -> list[Pending]:
         """Have pieces fetched before all that nobody waits for: the waits for those that are not here."""
         waits = []
         for piece in pieces:

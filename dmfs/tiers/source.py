@@ -11,11 +11,10 @@ import stat
 import threading
 from collections.abc import Callable
 
-import trio
-
-from dmfs.errors import StaleFile, without_traceback
+from dmfs.errors import StaleFile
 from dmfs.metrics import Metrics
 from dmfs.tiers.descriptors import LRU, Descriptor, SourceDescriptor
+from dmfs.tiers.pending import Pending
 from dmfs.tiers.threads import CallThreads
 from dmfs.types import Attributes, Clock, DataFile, DirEntry, FileKey, VersionFrom, pack_attributes, unpack_attributes
 
@@ -24,16 +23,6 @@ LISTING_BATCH = 1024  # entries handed over at once while a directory is being r
 
 # A path that was right when it was looked up and now leads elsewhere: the caller's picture is old, the source is well.
 MOVED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-
-
-class _Opening:
-    """A file is being opened; `error` is for all who wait for it."""
-
-    __slots__ = ("done", "error")
-
-    def __init__(self) -> None:
-        self.done = trio.Event()
-        self.error: Exception | None = None
 
 
 class Source:
@@ -62,7 +51,7 @@ class Source:
         self.newest_ctime_ns = 0
         self._metrics = metrics
         self._counting = threading.Lock()
-        self._opening: dict[FileKey, _Opening] = {}
+        self._opening: dict[FileKey, Pending] = {}
         self._version_from = version_from
         self._root = Descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         self._descriptors: LRU[FileKey, Descriptor] = LRU(MAX_DESCRIPTORS)
@@ -164,21 +153,19 @@ class Source:
             running = self._opening.get(file.key)
             if running is None:
                 break
-            await running.done.wait()  # who opens it may be cancelled: then the next one tries
-            if running.error is not None:
-                raise without_traceback(running.error)
-        opening = self._opening[file.key] = _Opening()
+            await running.wait()  # who opens it may be cancelled: then the next one tries
+        opening = self._opening[file.key] = Pending()
         try:
             descriptor = await self.data.run(file.path, self.open_file, file)
         except Exception as exc:
-            opening.error = without_traceback(exc)
+            opening.fail(exc)
             raise
         else:
             self.keep(file.key, descriptor)
             return descriptor
         finally:
             del self._opening[file.key]
-            opening.done.set()
+            opening.finish()
 
     def keep(self, key: FileKey, descriptor: Descriptor) -> None:
         """Keep a descriptor from `open_file` for the reads to come."""

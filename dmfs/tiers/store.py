@@ -32,10 +32,7 @@ from dmfs.tiers.nowait import open_cached
 from dmfs.types import PIECE_SIZE, Clock, FileKey, GiB, hex_key
 
 ReadMode = Literal["nowait", "memory", "thread"]
-"""How a copy is read:
-
-`nowait` inline unless the kernel would have to wait for the disk, `memory` inline, `thread` in a thread.
-"""
+"""How a copy is read: `nowait` inline unless that would wait for the disk, `memory` inline, `thread` in a thread."""
 
 BLOCK = 4096  # bytes; what a file system rounds a file up to, for reservations (accounting uses st_blocks)
 SCAN_BATCH = 2000  # names taken over at once while the tier is scanned
@@ -247,9 +244,9 @@ class Store:
         return Reservation(self, size)
 
     def report(self, exc: BaseException | None) -> None:
-        """An operation on this tier failed with `exc`:
+        """An operation on this tier failed with `exc`, so fills leave it alone for a while.
 
-        fills leave it alone for a while. `statistics` shows it until one works.
+        `statistics` shows it until one works.
         """
         is_full = isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT)
         state = "full" if is_full else f"failing: {getattr(exc, 'strerror', None) or exc}"
