@@ -26,7 +26,7 @@ from pydantic import (
 
 from dmfs import disks
 from dmfs.errors import CacheError
-from dmfs.types import MiB, VersionFrom
+from dmfs.types import AskedIo, KiB, MiB, VersionFrom
 
 LEAST_CACHE = 4096  # bytes; less is a size without its unit
 SIZE_FORMS = "a size such as 110GiB, 1.5 TB, 80% or a number of bytes"
@@ -157,6 +157,13 @@ class MountConfig(BaseModel):
     )
     front_end: Literal["kernel", "pyfuse3"] = Field(
         default="kernel", description="what speaks FUSE: kernel, or pyfuse3"
+    )
+    io: AskedIo = Field(
+        default="auto",
+        description="how bytes get to readers: auto (the best that works), passthrough, pagecache, or plain",
+    )
+    readahead: Bytes = Field(
+        default=512 * KiB, description="bytes the kernel reads ahead of a reader; only root can change its 128 KiB"
     )
     log_file: AbsolutePath | None = Field(
         default=None, description="file the log is appended to; none: the terminal in the foreground, else no log"

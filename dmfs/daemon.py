@@ -25,8 +25,10 @@ from dmfs import __version__, control, disks, runtime
 from dmfs.config import CacheConfig, MountConfig
 from dmfs.errors import SourceError, UserError
 from dmfs.fuse import mounting
+from dmfs.fuse.io_mode import IoMode
 from dmfs.fuse.kernel import KernelSession
 from dmfs.fuse.operations import Operations
+from dmfs.fuse.passthrough import Probe
 from dmfs.fuse.portable import PortableSession
 from dmfs.fuse.ttl import MetadataTtl
 from dmfs.log import ErrorLog, setup
@@ -36,13 +38,13 @@ from dmfs.tiers.manager import Manager
 from dmfs.tiers.nowait import can_read_nowait
 from dmfs.tiers.source import Source
 from dmfs.tiers.store import ReadMode, Store
-from dmfs.types import Clock
+from dmfs.types import Clock, KiB
 
 logger = logging.getLogger("dmfs")
 
 SOURCE_ANSWER_LIMIT = 30.0  # seconds a mount waits for the source's first answer
-READAHEAD_KIB = 512  # doubles cold streaming against the kernel's 128; more adds little, and costs random reads of maps
 SWITCH_INTERVAL = 0.0005  # seconds a thread may keep the interpreter from the event loop; Python's own is 0.005
+_LIBRARY_IO = IoMode("plain", "the only one of this front end; each range that is not in the page cache is a message")
 MAX_WAITING = 32  # calls to the source that `dmfs status` names
 
 
@@ -77,7 +79,10 @@ class Daemon:
             fills=config.fills,
             threads=config.data_threads,
         )
+        # Made before the tiers are scanned, which removes what it finds under way.
+        self._probes = [Probe(store.path, store.make_probe()) for store in self._stores]
         self._operations: Operations | None = None
+        self._kernel: KernelSession | None = None
         self._session = trio.CancelScope()
         self._is_forced = False
 
@@ -146,9 +151,14 @@ class Daemon:
                 operations, mountpoint=config.mountpoint, fsname=fsname, allow_other=config.allow_other
             )
         else:
-            session = KernelSession(
-                mounting.mount(config.mountpoint, fsname=fsname, allow_other=config.allow_other), operations
+            session = self._kernel = KernelSession(
+                mounting.mount(config.mountpoint, fsname=fsname, allow_other=config.allow_other),
+                operations,
+                io=config.io,
+                probes=self._probes,
+                readahead=config.readahead,
             )
+            self._probes = []
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(session.run)
@@ -166,7 +176,7 @@ class Daemon:
     def _tune(self) -> None:
         mount = mounting.find_mount(self.config.mountpoint)
         if mount is not None:
-            mounting.set_readahead(mount.device, READAHEAD_KIB)
+            mounting.set_readahead(mount.device, self.config.readahead // KiB)
 
     async def _stop_on_signal(self, signals: Any) -> None:
         async for number in signals:
@@ -192,6 +202,8 @@ class Daemon:
         if state == "mounted" and not self._is_in_mount_table():
             state = "detaching"
         metrics = self._metrics
+        io_mode = (self._kernel and self._kernel.io_mode) or _LIBRARY_IO
+        passthrough = self._kernel and self._kernel.passthrough
         calls = sorted(self._source.metadata.waiting() + self._source.data.waiting(), key=lambda call: -call[1])
         return {
             "mountpoint": self.config.mountpoint,
@@ -199,8 +211,8 @@ class Daemon:
             "dataset_id": self._dataset_id,
             "state": state,
             "front_end": self.config.front_end,
-            "io_mode": "plain",
-            "io_mode_reason": "each range that is not in the page cache is a message",
+            "io_mode": io_mode.name,
+            "io_mode_reason": io_mode.reason,
             "version": __version__,
             "pid": os.getpid(),
             "uptime_s": round(self._clock.monotonic() - self._started, 3),
@@ -209,10 +221,14 @@ class Daemon:
                 "local": metrics.local.as_dict(),
                 "peer": metrics.peer.as_dict(),
                 "source": metrics.source_served.as_dict(),
-                "kernel": {"opens": 0, "file_bytes": 0},
+                "kernel": metrics.kernel.as_dict(),
             },
+            "pushes": metrics.pushes.as_dict(),
             "fills": self._manager.statistics(),
-            "known": self._operations.statistics() if self._operations else {},
+            "known": {
+                **(self._operations.statistics() if self._operations else {}),
+                **(passthrough.statistics() if passthrough else {"backing_ids": 0, "backing_ids_idle": 0}),
+            },
             "waiting": [{"path": os.fsdecode(path), "age_s": round(age, 3)} for path, age in calls[:MAX_WAITING]],
             "stale_served": metrics.stale_served,
             "surprises": metrics.surprises,

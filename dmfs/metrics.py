@@ -26,6 +26,25 @@ class Served(_Counters):
 
 
 @dataclass(slots=True)
+class Handed(_Counters):
+    """Opens of which the kernel got the copy, to read it by itself, and the sizes of those files together.
+
+    How much of them was read is not seen: `file_bytes` is what it was at most, if each was read once.
+    """
+
+    opens: int = 0
+    file_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Pushes(_Counters):
+    """Files put into the kernel's page cache before they were asked for, and their bytes."""
+
+    files: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
 class SourceCalls(_Counters):
     """Calls made at the source. `stats` are look-ups by path; an fstat of an open file is none, and is not counted."""
 
@@ -56,6 +75,8 @@ class Metrics:
     local: Served = field(default_factory=Served)
     peer: Served = field(default_factory=Served)
     source_served: Served = field(default_factory=Served)
+    kernel: Handed = field(default_factory=Handed)
+    pushes: Pushes = field(default_factory=Pushes)
     source: SourceCalls = field(default_factory=SourceCalls)
     fills: FillCounts = field(default_factory=FillCounts)
     stale_served: int = 0

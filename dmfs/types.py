@@ -26,6 +26,9 @@ It is also one RPC of a Lustre client with usual settings.
 VersionFrom = Literal["ctime", "mtime"]
 """What makes a version: `ctime` is size, mtime and ctime; `mtime` leaves ctime out, where nodes differ in it."""
 
+AskedIo = Literal["auto", "passthrough", "pagecache", "plain"]
+"""How bytes are to get to readers; fuse/io_mode.py says what each means."""
+
 Attributes = bytes
 """Attributes of a file in the layout of `struct fuse_attr` (include/uapi/linux/fuse.h since protocol 7.9, 88 bytes).
 

@@ -227,6 +227,11 @@ def _check_log_file(path: str | None) -> None:
 
 def _check_fuse(config: MountConfig) -> None:
     """Find out what would stop the mount itself. What only the attempt can tell, mounting.py says."""
+    if config.front_end == "pyfuse3" and config.io not in ("auto", "plain"):
+        raise ConfigError(
+            f"the front end pyfuse3 has no {config.io} mode: "
+            f"leave out --io {config.io}, or mount with --front-end kernel"
+        )
     if config.front_end == "pyfuse3" and importlib.util.find_spec("pyfuse3") is None:
         raise FuseUnavailable(
             "the package pyfuse3 is not installed: install dmfs[pyfuse3], or mount with --front-end kernel"

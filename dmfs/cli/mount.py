@@ -25,6 +25,13 @@ from dmfs.config import CacheConfig, MountConfig, remember_size
 @click.option("--allow-other/--no-allow-other", default=None, help="Let other users, root included, use the mount.")
 @click.option("--dataset-id", metavar="ID", help="Name of the dataset in the cache, in place of the source's path.")
 @click.option("--front-end", type=click.Choice(["kernel", "pyfuse3"]), help="What speaks FUSE.")
+@click.option(
+    "--io",
+    type=click.Choice(["auto", "passthrough", "pagecache", "plain"]),
+    help="How bytes get to readers. auto: the kernel reads local copies itself (passthrough) where it can, "
+    "else opens cost nothing (pagecache).",
+)
+@click.option("--readahead", metavar="SIZE", help="How much the kernel reads ahead: 512KiB. Only root can change it.")
 @click.option("--log-file", metavar="FILE", help="Append the daemon's log to this file.")
 @click.option("-f", "--foreground", is_flag=True, help="Stay in the foreground, log to the terminal, end with Ctrl-C.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print what would be mounted, and mount nothing.")

@@ -28,6 +28,8 @@ FLAGS = {
     "allow_other": "--allow-other",
     "dataset_id": "--dataset-id",
     "front_end": "--front-end",
+    "io": "--io",
+    "readahead": "--readahead",
     "log_file": "--log-file",
     "verbose": "--verbose",
 }

@@ -199,6 +199,14 @@ FOPEN_NOFLUSH: Final = 1 << 5
 FOPEN_PARALLEL_DIRECT_WRITES: Final = 1 << 6
 FOPEN_PASSTHROUGH: Final = 1 << 7
 
+# enum fuse_notify_code: the `error` field of an OUT_HEADER whose `unique` is 0
+FUSE_NOTIFY_INVAL_ENTRY: Final = 3
+FUSE_NOTIFY_STORE: Final = 4
+
+# ioctl(2) on the connection; _IOW(229, 1, struct fuse_backing_map) and _IOW(229, 2, uint32_t), Linux 6.9
+FUSE_DEV_IOC_BACKING_OPEN: Final = 0x4010E501
+FUSE_DEV_IOC_BACKING_CLOSE: Final = 0x4004E502
+
 FUSE_GETATTR_FH: Final = 1 << 0
 """In `GETATTR_IN`: the `fh` is valid, this is an fstat."""
 
@@ -226,6 +234,10 @@ OPEN_OUT: Final = struct.Struct("=QIi")  # fh, open_flags, backing_id (padding b
 STATFS_OUT: Final = struct.Struct("=QQQQQIII28x")  # blocks, bfree, bavail, files, ffree, bsize, namelen, frsize
 GETXATTR_OUT: Final = struct.Struct("=II")  # size, padding: the answer where `size` was 0
 LSEEK_OUT: Final = struct.Struct("=Q")  # offset
+NOTIFY_STORE_OUT: Final = struct.Struct("=QQII")  # nodeid, offset, size, padding; then the bytes
+NOTIFY_INVAL_ENTRY_OUT: Final = struct.Struct("=QII")  # parent, namelen, flags; then the name and a NUL
+BACKING_MAP: Final = struct.Struct("=iIQ")  # fd, flags (0), padding
+BACKING_ID: Final = struct.Struct("=I")
 
 _INIT_IN = struct.Struct("=IIII")
 _INIT_FLAGS2 = struct.Struct("=I")
@@ -304,6 +316,19 @@ def pack_init_out(
 def pack_error(unique: int, errno: int) -> bytes:
     """A whole reply that is an error (positive `errno`), or success without a body (0)."""
     return OUT_HEADER.pack(16, -errno, unique)
+
+
+def pack_store(node: int, offset: int, size: int) -> bytes:
+    """What comes before the `size` bytes of NOTIFY_STORE, which put them into the page cache of a node."""
+    length = OUT_HEADER.size + NOTIFY_STORE_OUT.size + size
+    return OUT_HEADER.pack(length, FUSE_NOTIFY_STORE, 0) + NOTIFY_STORE_OUT.pack(node, offset, size, 0)
+
+
+def pack_inval_entry(parent: int, name: bytes) -> bytes:
+    """NOTIFY_INVAL_ENTRY: what the kernel knows of a name in a directory is not to be believed any more."""
+    length = OUT_HEADER.size + NOTIFY_INVAL_ENTRY_OUT.size + len(name) + 1
+    header = OUT_HEADER.pack(length, FUSE_NOTIFY_INVAL_ENTRY, 0)
+    return header + NOTIFY_INVAL_ENTRY_OUT.pack(parent, len(name), 0) + name + b"\0"
 
 
 def unpack_name(message: bytes, offset: int = BODY) -> bytes:

@@ -11,10 +11,14 @@ A node lives as long as the kernel refers to it, plus a bounded number whose att
 import itertools
 from array import array
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 import trio
 
 from dmfs.types import Attributes, DirEntry, Stat, VersionFrom, unpack_attributes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = 1  # the node id of the source directory, FUSE_ROOT_ID of the kernel
 MAX_UNREFERENCED = 65_536  # nodes known in advance, that no look-up has asked for yet
@@ -135,9 +139,11 @@ class InodeTable:
 
     Attributes:
         root: the source directory.
+        on_superseded: called with a node that the kernel still refers to when its name leads elsewhere.
     """
 
     def __init__(self, root_attributes: Attributes, *, version_from: VersionFrom) -> None:
+        self.on_superseded: Callable[[Node], None] = lambda node: None
         self._version_from = version_from
         self._ids = itertools.count(ROOT)
         self._nodes: dict[int, Node] = {}
@@ -152,6 +158,9 @@ class InodeTable:
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    def __contains__(self, node_id: int) -> bool:
+        return node_id in self._nodes
 
     def get(self, node_id: int) -> Node:
         """The node with this id. Raises KeyError if the kernel has forgotten it, which is a fault of the front end."""
@@ -190,7 +199,7 @@ class InodeTable:
             parent.children[name] = node
         else:
             if node is not None:
-                self._supersede(node)
+                self.supersede(node)
             node = self._linked[new.ino] = self._add(parent, name, attributes, new)
         self._linked_names.setdefault(node.id, set()).add((parent.id, name))
         return node
@@ -215,7 +224,7 @@ class InodeTable:
             names.discard((parent.id, name))
             if self._rename_to_one_of(node, names):
                 return
-        self._supersede(node)
+        self.supersede(node)
 
     def _rename_to_one_of(self, node: Node, names: set[tuple[int, bytes]]) -> bool:
         """Find a hard-linked file by another of its names from now on. False if there is none left."""
@@ -227,9 +236,12 @@ class InodeTable:
             names.discard((parent_id, name))
         return False
 
-    def _supersede(self, node: Node) -> None:
+    def supersede(self, node: Node) -> None:
+        """No name leads to this version any more."""
         node.is_superseded = True
-        if not node.references:
+        if node.references:
+            self.on_superseded(node)
+        else:
             self._free(node)
 
     def refer(self, node: Node) -> None:

@@ -5,27 +5,39 @@ One trio task waits until the device is readable, drains it, and answers at once
 memory can answer. Only what must wait gets a task of its own, which an INTERRUPT cancels. Every handler runs under
 one guard: an expected error becomes its errno, a surprise is logged once, counted and answered EIO, and the mount
 lives on.
+
+How bytes get to readers is agreed on once, when the kernel says hello (`io_mode.py`). By passthrough, an open hands the
+kernel the copy (`passthrough.py`); in pagecache mode the first OPEN is answered ENOSYS, after which the kernel sends no
+OPEN and RELEASE any more, and a READ has the node for its handle. What the kernel is told unasked goes by way of
+`notifier.py`, never from here.
 """
 
+import contextlib
 import errno
 import os
-from collections.abc import Callable, Coroutine
+import select
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import trio
 
-from dmfs.errors import FuseUnavailable, to_errno
-from dmfs.fuse import abi
+from dmfs.errors import FuseUnavailable, StaleFile, to_errno
+from dmfs.fuse import abi, io_mode
 from dmfs.fuse.interrupts import CHECK_INTERVAL, PATIENCE, is_dying
+from dmfs.fuse.notifier import ChangedNames, Notifier
 from dmfs.fuse.operations import Operations
-from dmfs.types import DirEntry, Entry, MiB
+from dmfs.fuse.passthrough import BY_MESSAGES, Passthrough, Probe
+from dmfs.types import AskedIo, DirEntry, Entry, MiB
 
 MAX_READ = 1 * MiB  # bytes of one READ; the kernel's own limit with 4 KiB pages
 MAX_PAGES = MAX_READ // 4096
 LEAST_MINOR = 31  # protocol 7.31, Linux 5.4
 MAX_BACKGROUND = 64  # readahead requests the kernel keeps in flight; each that waits holds a buffer of its size here
 DRAIN_LIMIT = 64  # messages answered before other tasks get a turn
+LINGER = 50e-6  # seconds to look for the next message before sleeping: to be woken takes as long as to answer three
+END_LIMIT = 2.0  # seconds the end of a session waits for a notice that is being given
 
 _WANTED = (
     abi.FUSE_ASYNC_READ
@@ -35,6 +47,7 @@ _WANTED = (
     | abi.FUSE_PARALLEL_DIROPS
     | abi.FUSE_MAX_PAGES
     | abi.FUSE_CACHE_SYMLINKS  # right because a changed link is a new node
+    | abi.FUSE_NO_OPEN_SUPPORT
 )
 
 # Answered ENOSYS, after which the kernel does not ask again for most of them, and does by itself what is right for
@@ -78,16 +91,54 @@ class _Request(NamedTuple):
     nursery: trio.Nursery
 
 
+_KEPT = abi.FOPEN_KEEP_CACHE | abi.FOPEN_NOFLUSH
+"""How a file is opened that is read by messages.
+
+A node is one version of a file, so the kernel's pages of it are right for as long as it lives.
+"""
+
 _Handler = Callable[[int, bytes], "_Answer | _Later | None"]
 _EMPTY = _Answer(b"")
 
 
 class KernelSession:
-    """One connection to the kernel. Owns the descriptor, and closes it when `run` ends."""
+    """One connection to the kernel. Owns the descriptor, and closes it when `run` ends.
 
-    def __init__(self, fd: int, operations: Operations) -> None:
+    Attributes:
+        io_mode: how bytes get to readers, and why so; None until the kernel has agreed on a protocol.
+        passthrough: the backing ids, in that mode.
+        notifier: tells the kernel what it did not ask.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        operations: Operations,
+        *,
+        io: AskedIo = "plain",
+        probes: Sequence[Probe] = (),
+        readahead: int = 0,
+    ) -> None:
+        """Takes over `fd`.
+
+        Args:
+            io: the mode that is asked for.
+            probes: a file of each tier, for passthrough.
+            readahead: most bytes that the kernel may read ahead, as far as its own limit for the mount allows.
+        """
+        self.io_mode: io_mode.IoMode | None = None
+        self.passthrough: Passthrough | None = None
         self._fd = fd
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLIN)
         self._operations = operations
+        self._asked_io = io
+        self._probes = list(probes)
+        self._readahead = readahead
+        self.notifier = Notifier(fd, is_being_read=self._is_being_read, errors=operations.errors)
+        self._reading: dict[int, int] = {}  # by node: READs that wait
+        self._looking_up: dict[int, int] = {}  # by directory: LOOKUPs that wait
+        self._changed_names = ChangedNames(self.notifier, is_looked_into=lambda node: node in self._looking_up)
         self._requests: dict[int, _Request] = {}  # those that wait, by their `unique`
         self._data = memoryview(bytearray(MAX_READ))  # for READs that are answered at once
         self._is_initialized = trio.Event()
@@ -118,40 +169,69 @@ class KernelSession:
         """Serve until unmounted or cancelled; started once the kernel has agreed on a protocol.
 
         Raises:
-            FuseUnavailable: the kernel is too old.
+            FuseUnavailable: the kernel is too old, or cannot do what `io` asks for.
         """
+        self._operations.on_name_changed = self._changed_names.add
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._announce, task_status)
-                while True:
+                nursery.start_soon(self.notifier.run)
+                nursery.start_soon(self._changed_names.run)
+                while self._serve_burst(nursery):
                     await trio.lowlevel.wait_readable(self._fd)
-                    if not self._drain(nursery):
-                        break
                 nursery.cancel_scope.cancel()
         finally:
-            os.close(self._fd)
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + END_LIMIT):
+                await self._end()
+            if self.passthrough is not None:
+                self.passthrough.end()
+            if self.notifier.idle.is_set():  # else its thread is stuck in the descriptor, which ends with the process
+                os.close(self._fd)
 
     async def _announce(self, task_status: "trio.TaskStatus[None]") -> None:
         await self._is_initialized.wait()
         task_status.started()
 
-    def _drain(self, nursery: trio.Nursery) -> bool:
-        """Take messages until there are none, or others have waited long enough. False once unmounted."""
+    def _serve_burst(self, nursery: trio.Nursery) -> bool:
+        """Answer what is there, and what comes right behind it. False once unmounted.
+
+        A reader that opens one small file after the other asks again sooner than this task could be woken. Where
+        somebody waits for an answer, other tasks are to get their turn instead.
+        """
+        until, read, fd = 0.0, os.read, self._fd
         for _ in range(DRAIN_LIMIT):
-            try:
-                message = os.read(self._fd, abi.FUSE_MIN_READ_BUFFER)
-            except BlockingIOError:
-                return True
-            except OSError as exc:
-                if exc.errno in (errno.ENOENT, errno.EINTR):  # that request is gone
-                    continue
-                if exc.errno in (errno.ENODEV, errno.ECONNABORTED):
-                    return False
-                raise
+            while True:
+                try:
+                    message = read(fd, 8192)
+                    break
+                except BlockingIOError:
+                    now = perf_counter()
+                    until = until or now + LINGER
+                    if now >= until or self._requests:
+                        return True
+                except OSError as exc:
+                    if exc.errno in (errno.ENOENT, errno.EINTR):  # that request is gone
+                        continue
+                    if exc.errno in (errno.ENODEV, errno.ECONNABORTED):
+                        return False
+                    raise
+            until = 0.0
             if not message:  # a closed socket, where one stands for the device
                 return False
             self._dispatch(message, nursery)
         return True
+
+    async def _end(self) -> None:
+        """Nobody is answered any more. A notice may wait for an answer, so all are refused until it is through."""
+        self.notifier.stop()
+        while not self.notifier.idle.is_set():
+            with contextlib.suppress(OSError):
+                message = os.read(self._fd, abi.FUSE_MIN_READ_BUFFER)
+                unique = abi.IN_HEADER.unpack_from(message)[2]
+                self._write(abi.pack_error(unique, errno.ENOTCONN))
+                continue
+            with trio.move_on_after(0.01):
+                await self.notifier.idle.wait()
 
     def _dispatch(self, message: bytes, nursery: trio.Nursery) -> None:
         try:
@@ -181,6 +261,9 @@ class KernelSession:
         try:
             with scope:
                 answer = await later.start()
+        except trio.Cancelled:  # the session ends
+            self._write(abi.pack_error(unique, errno.ENOTCONN))
+            raise
         except Exception as exc:
             self._fail(opcode, unique, exc)
         else:
@@ -233,24 +316,54 @@ class KernelSession:
 
     # ---- the connection
 
-    def _init(self, node: int, message: bytes) -> _Answer:
+    def _init(self, node: int, message: bytes) -> None:
         offer = abi.unpack_init(message)
         if offer.major != abi.FUSE_KERNEL_VERSION or offer.minor < LEAST_MINOR:
             raise FuseUnavailable(
                 f"this kernel speaks FUSE {offer.major}.{offer.minor}; "
                 f"dmfs needs {abi.FUSE_KERNEL_VERSION}.{LEAST_MINOR} or later (Linux 5.4)"
             )
-        self._is_initialized.set()
-        return _Answer(
-            abi.pack_init_out(
-                minor=min(offer.minor, abi.FUSE_KERNEL_MINOR_VERSION),
-                max_readahead=offer.max_readahead,
-                flags=offer.flags & _WANTED,
-                max_background=MAX_BACKGROUND,
-                congestion_threshold=MAX_BACKGROUND * 3 // 4,
-                max_pages=MAX_PAGES,
-            )
+        flags = offer.flags & _WANTED
+        if io_mode.wants_passthrough(self._asked_io):
+            flags |= offer.flags & abi.FUSE_PASSTHROUGH
+        answer = abi.pack_init_out(
+            minor=min(offer.minor, abi.FUSE_KERNEL_MINOR_VERSION),
+            max_readahead=max(offer.max_readahead, self._readahead),
+            flags=flags,
+            max_background=MAX_BACKGROUND,
+            congestion_threshold=MAX_BACKGROUND * 3 // 4,
+            max_pages=MAX_PAGES,
+            max_stack_depth=1 if flags & abi.FUSE_PASSTHROUGH else 0,  # with 2 no overlay could be put over the mount
         )
+        self._reply(abi.IN_HEADER.unpack_from(message)[2], _Answer(answer))
+        # Only now can the kernel be asked about the tiers. No other message has come yet.
+        self._choose_io(offer.flags)
+        self._is_initialized.set()
+
+    def _choose_io(self, offered: int) -> None:
+        passthrough = None
+        if io_mode.wants_passthrough(self._asked_io):
+            passthrough = Passthrough(
+                self._fd,
+                self._operations.manager,
+                errors=self._operations.errors,
+                handed=self._operations.metrics.kernel,
+            )
+            if offered & abi.FUSE_PASSTHROUGH:
+                passthrough.try_tiers(self._probes)
+            else:
+                passthrough.refusal = io_mode.NOT_OFFERED
+        self._probes.clear()
+        self.io_mode = io_mode.choose(
+            self._asked_io, passthrough, can_omit_open=bool(offered & abi.FUSE_NO_OPEN_SUPPORT)
+        )
+        if self.io_mode.name == "passthrough":
+            assert passthrough is not None
+            self.passthrough = passthrough
+        elif self.io_mode.name == "pagecache":
+            self._handlers[abi.FUSE_OPEN] = partial(_refuse, errno.ENOSYS)
+            self._operations.keep_superseded()
+            self._operations.manager.drops_served_pages = True
 
     def _interrupt(self, node: int, message: bytes) -> None:
         unique = abi.INTERRUPT_IN.unpack_from(message, abi.BODY)[0]
@@ -281,7 +394,8 @@ class KernelSession:
         return self._entry(entry) if entry is not None else _Later(partial(self._lookup_later, node, name))
 
     async def _lookup_later(self, node: int, name: bytes) -> _Answer:
-        return self._entry(await self._operations.lookup(node, name))
+        with _counted(self._looking_up, node):
+            return self._entry(await self._operations.lookup(node, name))
 
     def _entry(self, entry: Entry) -> _Answer:
         node, attributes, ttl = entry
@@ -316,37 +430,74 @@ class KernelSession:
 
     def _open(self, node: int, message: bytes) -> _Answer | _Later:
         handle = self._operations.open_nowait(node)
-        return self._opened(handle) if handle is not None else _Later(partial(self._open_later, node))
+        if handle is None:
+            return _Later(partial(self._open_later, node))
+        if self.passthrough is None:
+            return self._opened(handle)
+        backing_id = self.passthrough.open_nowait(node, self._operations.file_of(handle))
+        if backing_id is None:
+            return _Later(partial(self._hand_over_later, node, handle))
+        return self._handed_over(node, handle, backing_id)
 
     async def _open_later(self, node: int) -> _Answer:
-        return self._opened(await self._operations.open(node))
+        handle = await self._operations.open(node)
+        if self.passthrough is None:
+            return self._opened(handle)
+        return await self._hand_over_later(node, handle)
+
+    async def _hand_over_later(self, node: int, handle: int) -> _Answer:
+        assert self.passthrough is not None
+        try:
+            backing_id = await self.passthrough.open(node, self._operations.file_of(handle))
+        except BaseException:
+            self._operations.release(handle)
+            raise
+        return self._handed_over(node, handle, backing_id)
+
+    def _handed_over(self, node: int, handle: int, backing_id: int) -> _Answer:
+        undo = partial(self._close, node, handle)
+        if backing_id == BY_MESSAGES:
+            return _Answer(abi.OPEN_OUT.pack(handle, _KEPT, 0), undo)
+        return _Answer(abi.OPEN_OUT.pack(handle, abi.FOPEN_PASSTHROUGH | abi.FOPEN_NOFLUSH, backing_id), undo)
 
     def _opened(self, handle: int) -> _Answer:
-        # A node is one version of a file, so the kernel's pages of it are right for as long as it lives.
-        flags = abi.FOPEN_KEEP_CACHE | abi.FOPEN_NOFLUSH
-        return _Answer(abi.OPEN_OUT.pack(handle, flags, 0), partial(self._operations.release, handle))
+        return _Answer(abi.OPEN_OUT.pack(handle, _KEPT, 0), partial(self._operations.release, handle))
 
     def _release(self, node: int, message: bytes) -> _Answer:
-        self._operations.release(abi.RELEASE_IN.unpack_from(message, abi.BODY)[0])
+        self._close(node, abi.RELEASE_IN.unpack_from(message, abi.BODY)[0])
         return _EMPTY
+
+    def _close(self, node: int, handle: int) -> None:
+        if self.passthrough is not None:
+            self.passthrough.close(node)
+        self._operations.release(handle)
 
     def _read(self, node: int, message: bytes) -> _Answer | _Later:
         handle, offset, size, *_ = abi.READ_IN.unpack_from(message, abi.BODY)
-        count = self._operations.read_nowait(handle, offset, self._data[:size])
+        count = self._operations.read_nowait(handle, offset, self._data[:size], node=node)
         if count is not None:
             return _Answer(self._data[:count])
-        return _Later(partial(self._read_later, handle, offset, min(size, MAX_READ)))
+        return _Later(partial(self._read_later, node, handle, offset, min(size, MAX_READ)))
 
-    async def _read_later(self, handle: int, offset: int, size: int) -> _Answer:
+    async def _read_later(self, node: int, handle: int, offset: int, size: int) -> _Answer:
         view = memoryview(bytearray(size))
-        return _Answer(view[: await self._operations.read(handle, offset, view)])
+        with _counted(self._reading, node):
+            try:
+                return _Answer(view[: await self._operations.read(handle, offset, view, node=node)])
+            except StaleFile:
+                # Whoever opens the name next is to see the new version, and does where the kernel asks at each open.
+                await self._changed_names.wait_told()
+                raise
+
+    def _is_being_read(self, node: int) -> bool:
+        return node in self._reading
 
     def _lseek(self, node: int, message: bytes) -> _Later:
         handle, offset, whence, _ = abi.LSEEK_IN.unpack_from(message, abi.BODY)
-        return _Later(partial(self._lseek_later, handle, offset, whence))
+        return _Later(partial(self._lseek_later, node, handle, offset, whence))
 
-    async def _lseek_later(self, handle: int, offset: int, whence: int) -> _Answer:
-        return _Answer(abi.LSEEK_OUT.pack(await self._operations.lseek(handle, offset, whence)))
+    async def _lseek_later(self, node: int, handle: int, offset: int, whence: int) -> _Answer:
+        return _Answer(abi.LSEEK_OUT.pack(await self._operations.lseek(handle, offset, whence, node=node)))
 
     # ---- directories
 
@@ -403,6 +554,18 @@ class KernelSession:
     def _untell(self, nodes: list[int]) -> None:
         for node in nodes:
             self._operations.forget(node, 1)
+
+
+@contextlib.contextmanager
+def _counted(counts: dict[int, int], node: int) -> Iterator[None]:
+    """Count one more for a node inside the block."""
+    counts[node] = counts.get(node, 0) + 1
+    try:
+        yield
+    finally:
+        counts[node] -= 1
+        if not counts[node]:
+            del counts[node]
 
 
 def _refuse(code: int, node: int, message: bytes) -> _Answer:

@@ -10,7 +10,7 @@ import errno
 import itertools
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import trio
@@ -29,6 +29,7 @@ from dmfs.types import (
     DirEntry,
     Entry,
     FileVersion,
+    Stat,
     VersionFrom,
     file_key,
     unpack_attributes,
@@ -39,6 +40,7 @@ STATVFS_WAIT = 2.0  # seconds df waits for a source that is slow, before it gets
 ADVISE_AHEAD = 256  # names whose attributes are fetched in advance while a listing with attributes goes on
 ADVISE_BATCH = 16  # of these in one thread call
 
+MAX_KNOWN_FILES = 16_384  # files whose keys are remembered, about 500 bytes each; then all are computed anew
 MAX_NEGATIVES = 4096  # missing names remembered per directory; then all are forgotten, which costs a stat each
 
 _DOT_ENTRIES = 2  # "." and "..", which come before the names of a listing
@@ -66,6 +68,8 @@ class Operations:
 
     Attributes:
         metrics, errors: where a front end counts and logs what it meets.
+        manager: where the bytes come from.
+        on_name_changed: called with a directory's node and a name that the source has changed, before the TTL is over.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class Operations:
     ) -> None:
         self.metrics = metrics
         self.errors = errors
-        self._manager = manager
+        self.manager = manager
         self._source = manager.source
         self._nursery = nursery
         self._clock = clock
@@ -93,7 +97,12 @@ class Operations:
         self._inodes = InodeTable(root_attributes, version_from=version_from)
         self._refresh(self._inodes.root, root_attributes)
         self._handle_ids = itertools.count(1)
+        self.on_name_changed: Callable[[int, bytes], None] = lambda parent, name: None
         self._files: dict[int, _FileHandle] = {}
+        self._known_files: dict[int, tuple[Attributes, _FileHandle]] = {}  # by node, and of which attributes
+        self._kept: dict[int, DataFile] | None = (
+            None  # superseded versions whose copies are held, see `keep_superseded`
+        )
         self._directories: dict[int, _DirectoryHandle] = {}
         self._questions: dict[tuple[int, bytes], Pending] = {}  # by directory id and name; the root is (0, b"")
         self._statvfs: tuple[os.statvfs_result, float] | None = None  # the last numbers, and until when they hold
@@ -202,6 +211,8 @@ class Operations:
     def forget(self, node: int, count: int) -> None:
         """The kernel takes back `count` references."""
         self._inodes.forget(node, count)
+        if self._kept and node in self._kept and node not in self._inodes:
+            self.manager.close(self._kept.pop(node))
 
     def getattr_nowait(self, node: int) -> tuple[Attributes, float] | None:
         """Attributes and for how many seconds they hold, if they are fresh."""
@@ -250,13 +261,17 @@ class Operations:
         if inode.parent is not None and inode.parent.children.get(inode.name) is inode:
             self._inodes.remove(inode.parent, inode.name)
         else:
-            inode.is_superseded = True
+            self._inodes.supersede(inode)
 
     def _changed_at_source(self, file: DataFile) -> None:
         """A read found another version than the one that was looked up: the next look-up asks the source."""
         node = self._inodes.find(file.path)
-        if node is not None:
+        if node is None or node.parent is None:
+            return
+        st = unpack_attributes(node.attributes)
+        if FileVersion(st.size, st.mtime_ns, st.ctime_ns) == file.version:  # else the name leads to a newer one already
             node.expires = 0.0
+            self.on_name_changed(node.parent.id, node.name)
 
     async def readlink(self, node: int) -> bytes:
         """The target of a symbolic link, as stored."""
@@ -266,62 +281,98 @@ class Operations:
 
     def open_nowait(self, node: int) -> int | None:
         """Open a file of which a copy is here: a handle."""
-        file = self._file(node)
-        return self._add_handle(file, None) if self._manager.open_nowait(file) else None
+        opened = self._unopened(node)
+        return self._add_handle(opened) if self.manager.open_nowait(opened.file) else None
 
     async def open(self, node: int) -> int:
         """Open a file: a handle. A small file is fetched before this returns."""
-        file = self._file(node)
+        file = self._unopened(node).file
         try:
-            served = await self._manager.open(file)
+            served = await self.manager.open(file)
         except StaleFile:
             self._changed_at_source(file)
             raise
-        return self._add_handle(file, served)
+        return self._add_handle(_FileHandle(file, served))
 
-    def _add_handle(self, file: DataFile, served: Served | None) -> int:
+    def _add_handle(self, opened: _FileHandle) -> int:
         handle = next(self._handle_ids)
-        self._files[handle] = _FileHandle(file, served)
+        self._files[handle] = opened
         return handle
 
-    def _file(self, node: int) -> DataFile:
+    def _unopened(self, node: int) -> _FileHandle:
+        """The file of a node, as it is read without being open."""
         inode = self._inodes.get(node)
+        known = self._known_files.get(node)
+        if known is not None and known[0] is inode.attributes:
+            return known[1]
         st = unpack_attributes(inode.attributes)
         if not st.is_regular:
             raise OSError(errno.EISDIR if st.is_directory else errno.EINVAL, "not a regular file")
-        path = inode.path()
+        opened = _FileHandle(self._data_file(inode.path(), st), None)
+        if st.nlink == 1:  # a file of several names may be found by another one next
+            if len(self._known_files) >= MAX_KNOWN_FILES:
+                self._known_files.clear()
+            self._known_files[node] = (inode.attributes, opened)
+        return opened
+
+    def _data_file(self, path: bytes, st: Stat) -> DataFile:
         version = FileVersion(st.size, st.mtime_ns, st.ctime_ns)
         shared_ino = st.ino if st.nlink > 1 else 0
         key = file_key(self._dataset_id, path, version, shared_ino=shared_ino, version_from=self._version_from)
         return DataFile(path, version, key)
 
+    def file_of(self, handle: int) -> DataFile:
+        """Which file is open by a handle."""
+        return self._files[handle].file
+
     def release(self, handle: int) -> None:
         """The last user of a handle closed it."""
-        self._manager.close(self._files.pop(handle).file)
+        self.manager.close(self._files.pop(handle).file)
 
-    def read_nowait(self, handle: int, offset: int, view: memoryview) -> int | None:
-        """Read into `view`: the number of bytes, less than its length only at the end of the file."""
-        opened = self._files[handle]
+    def keep_superseded(self) -> None:
+        """From now on hold the copy of a superseded version until the kernel forgets its node.
+
+        For a front end that reads by node: whoever has the old version open has no handle that would hold it.
+        """
+        self._kept = {}
+        self._inodes.on_superseded = self._keep
+
+    def _keep(self, node: Node) -> None:
+        assert self._kept is not None
+        st = unpack_attributes(node.attributes)
+        if st.is_regular and node.id not in self._kept:
+            file = self._data_file(node.path(), st)
+            if self.manager.hold_copy(file):
+                self._kept[node.id] = file
+
+    def read_nowait(self, handle: int, offset: int, view: memoryview, *, node: int = 0) -> int | None:
+        """Read into `view`: the number of bytes, less than its length only at the end of the file.
+
+        Args:
+            handle: from an open; 0: the file of `node`, which was not opened.
+        """
+        opened = self._files[handle] if handle else self._unopened(node)
         size = opened.file.version.size - offset
         if size < len(view):
             if size <= 0:
                 return 0
             view = view[:size]
-        served = self._manager.read_nowait(opened.file, view, offset)
+        served = self.manager.read_nowait(opened.file, view, offset)
         return None if served is None else _count(opened.served or served, len(view))
 
-    async def read(self, handle: int, offset: int, view: memoryview) -> int:
+    async def read(self, handle: int, offset: int, view: memoryview, *, node: int = 0) -> int:
         """As `read_nowait`. A cancelled read may still write into `view`."""
-        opened = self._files[handle]
+        opened = self._files[handle] if handle else self._unopened(node)
         view = view[: max(0, opened.file.version.size - offset)]
         if not len(view):
             return 0
-        served = await self._manager.read(opened.file, view, offset)
+        served = await self.manager.read(opened.file, view, offset)
         return _count(opened.served or served, len(view))
 
-    async def lseek(self, handle: int, offset: int, whence: int) -> int:
-        """SEEK_DATA or SEEK_HOLE."""
-        return await self._manager.seek(self._files[handle].file, offset, whence)
+    async def lseek(self, handle: int, offset: int, whence: int, *, node: int = 0) -> int:
+        """SEEK_DATA or SEEK_HOLE. `handle` and `node` as for `read_nowait`."""
+        opened = self._files[handle] if handle else self._unopened(node)
+        return await self.manager.seek(opened.file, offset, whence)
 
     # ---- directories
 

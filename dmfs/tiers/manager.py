@@ -19,6 +19,7 @@ from dmfs.log import ErrorLog
 from dmfs.metrics import Metrics, Served
 from dmfs.tiers.descriptors import LRU, Descriptor
 from dmfs.tiers.fill import Fill, Finished, Outcome
+from dmfs.tiers.pagedrop import PageDropper
 from dmfs.tiers.pending import Pending
 from dmfs.tiers.queue import FillQueue
 from dmfs.tiers.recheck import Recheck
@@ -31,10 +32,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_DESCRIPTORS = 1024  # copies kept open
+UNOPENED_FOR = 30.0  # seconds after its last read for which a file counts as open whose opens are not seen
 DRAIN_LIMIT = 15.0  # seconds an unmount waits for late publications; a source that hangs longer loses these copies
 
 
-class _OpenCopy(NamedTuple):
+class OpenCopy(NamedTuple):
+    """A copy that is open, and where it lies."""
+
     store: Store
     descriptor: Descriptor
 
@@ -43,7 +47,9 @@ class Manager:
     """The order of tiers, and the fills between them.
 
     Attributes:
+        drops_served_pages: the front end keeps what it is given, so that the pages of copies are of no more use.
         on_changed: called with a file when it turned out that the source has another version now.
+        on_copy_gone: called with a key when its copy has been removed from its tier.
     """
 
     def __init__(
@@ -63,17 +69,26 @@ class Manager:
     ) -> None:
         self.source = source
         self.stores = stores
+        self.drops_served_pages = False
         self.on_changed: Callable[[DataFile], None] = lambda file: None
+        self.on_copy_gone: Callable[[FileKey], None] = lambda key: None
         self._metrics = metrics
         self._errors = errors
         self._open_wait = open_wait
         self._open_wait_seconds = open_wait_seconds
         # Reads from a tier have threads of their own: they must not queue behind a source that hangs.
         self._tier_threads = CallThreads(threads, clock)
-        self._copies: LRU[FileKey, _OpenCopy] = LRU(MAX_DESCRIPTORS)
+        self._copies: LRU[FileKey, OpenCopy] = LRU(MAX_DESCRIPTORS)
         self._fills: dict[FileKey, Fill] = {}
         self._users: dict[FileKey, int] = {}
-        self._recheck = Recheck(source, clock=clock, is_immutable=is_immutable, on_changed=self._copy_discarded)
+        self._unopened: dict[FileKey, float] = {}  # read without being open, and when last
+        self._clock = clock
+        self._recheck = Recheck(
+            source, clock=clock, is_immutable=is_immutable, on_changed=lambda file: self.on_changed(file)
+        )
+        for store in stores:
+            store.on_removed = self._copy_removed
+        self._pages = PageDropper(clock)
         self._queue = FillQueue(self._is_open, pieces=pieces_in_flight, fills=fills)
 
     async def run(self, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:
@@ -82,6 +97,8 @@ class Manager:
             for store in self.stores:
                 nursery.start_soon(store.scan)
             nursery.start_soon(self._recheck.run)
+            nursery.start_soon(self._close_unopened)
+            nursery.start_soon(self._pages.run)
             nursery.start_soon(self.source.metadata.watch)
             nursery.start_soon(self.source.data.watch)
             task_status.started()
@@ -116,9 +133,10 @@ class Manager:
 
     def open_nowait(self, file: DataFile) -> bool:
         """Open a file that needs no wait: a copy is here, or it is empty. False: nothing was done, call `open`."""
-        if file.version.size and not self._has_copy(file.key):
+        key = file.key
+        if file.version.size and not self.has_copy(key):
             return False
-        self._pin(file.key)
+        self._pin(key)
         self._metrics.local.opens += 1
         return True
 
@@ -155,17 +173,36 @@ class Manager:
         key = file.key
         for store in self.stores:
             store.unpin(key)
-        self._users[key] -= 1
-        if self._users[key]:
+        users = self._users[key] - 1
+        if users:
+            self._users[key] = users
             return
         del self._users[key]
-        if not self._has_copy(key):
+        self._unused(key)
+
+    def _unused(self, key: FileKey) -> None:
+        """Nobody has a file open any more: end what went on for its readers."""
+        if not self.has_copy(key):
             self._copies.drop(key)  # given up while it was open
         fill = self._fills.get(key)
         if fill is None:
             self.source.close(key)
         elif fill.is_idle:
             self._drop(fill)
+
+    def has_copy(self, key: FileKey) -> bool:
+        """True if a complete copy is on one of the tiers."""
+        for store in self.stores:  # noqa: SIM110 - on every open, and any() takes three times as long
+            if store.get(key) is not None:
+                return True
+        return False
+
+    def hold_copy(self, file: DataFile) -> bool:
+        """Keep the copy of a file, if there is one, until `close`. Counted as no open."""
+        if not self.has_copy(file.key):
+            return False
+        self._pin(file.key)
+        return True
 
     async def _wait_scanned(self) -> None:
         """A miss is one only when every copy that was left here is known."""
@@ -179,10 +216,19 @@ class Manager:
             store.pin(key)
 
     def _is_open(self, fill: Fill) -> bool:
-        return fill.file.key in self._users
+        return fill.file.key in self._users or fill.file.key in self._unopened
 
-    def _has_copy(self, key: FileKey) -> bool:
-        return any(store.get(key) is not None for store in self.stores)
+    async def _close_unopened(self) -> None:
+        """Where opens are not seen, a file counts as closed when nobody has asked for it in a while."""
+        while True:
+            await trio.sleep(UNOPENED_FOR / 4)
+            latest = self._clock.monotonic() - UNOPENED_FOR
+            for key, last in list(self._unopened.items()):
+                fill = self._fills.get(key)
+                if last < latest and not (fill and fill.has_waiters):
+                    del self._unopened[key]
+                    if key not in self._users:
+                        self._unused(key)
 
     # ---- reading
 
@@ -191,9 +237,13 @@ class Manager:
 
         None if it would wait or cannot be: call `read`. The range lies within the file and is not empty.
         """
-        opened = self._copies.get(file.key) or self._open_copy_nowait(file.key)
+        opened = self.open_copy_nowait(file)
         if opened is not None:
-            return self._metrics.local if opened.store.read_nowait(opened.descriptor, view, offset) else None
+            if not opened.store.read_nowait(opened.descriptor, view, offset):
+                return None
+            if self.drops_served_pages:
+                self._pages_served(opened, offset, len(view))
+            return self._metrics.local
         fill = self._fills.get(file.key)
         if fill is not None and fill.read_nowait(view, offset):
             return self._metrics.source_served
@@ -209,6 +259,8 @@ class Manager:
             StaleFile: these bytes are of a version that is not to be had any more.
             OSError: the source's own.
         """
+        if file.key not in self._users:
+            self._unopened[file.key] = self._clock.monotonic()
         await self._wait_scanned()
         # A fill may end while it is waited for, well (then its copy is here) or because its tier failed (then the next
         # one is asked): once for each tier, and twice more for a damaged copy and the end of the fill that mends it.
@@ -236,17 +288,22 @@ class Manager:
         """
         await self._wait_scanned()
         with contextlib.suppress(TierUnavailable):
-            opened = await self._open_copy(file)
+            opened = await self.open_copy(file)
             if opened is not None:
                 return await self._tier_threads.run(file.path, opened.store.seek, opened.descriptor, offset, whence)
         return await self.source.seek(file, offset, whence)
 
-    def _open_copy_nowait(self, key: FileKey) -> _OpenCopy | None:
+    def open_copy_nowait(self, file: DataFile) -> OpenCopy | None:
+        """The copy of a file, opened. None if there is none, or a disk would have to be waited for."""
+        key = file.key
+        opened = self._copies.get(key)
+        if opened is not None:
+            return opened
         for store in self.stores:
             if store.get(key) is not None:
                 descriptor = store.open_copy_nowait(key)
                 if descriptor is not None:
-                    opened = _OpenCopy(store, descriptor)
+                    opened = OpenCopy(store, descriptor)
                     self._copies.add(key, opened)
                     return opened
         return None
@@ -256,7 +313,7 @@ class Manager:
 
         False if there is none. Raises TierUnavailable; CopyDamaged once it is discarded.
         """
-        opened = await self._open_copy(file)
+        opened = await self.open_copy(file)
         if opened is None:
             return False
         store, descriptor = opened
@@ -266,11 +323,21 @@ class Manager:
         except TierUnavailable as exc:
             self._copy_failed(file.key, store, copy, exc)
             raise
+        if self.drops_served_pages:
+            self._pages_served(opened, offset, len(view))
         return True
 
-    async def _open_copy(self, file: DataFile) -> _OpenCopy | None:
-        """The copy of a file, opened; None if there is none. Raises as `_read_copy`."""
-        opened = self._copies.get(file.key) or self._open_copy_nowait(file.key)
+    def _pages_served(self, opened: OpenCopy, offset: int, length: int) -> None:
+        if opened.store.read_mode != "memory":
+            self._pages.served(opened.descriptor, offset, length)
+
+    async def open_copy(self, file: DataFile) -> OpenCopy | None:
+        """The copy of a file, opened; None if there is none.
+
+        Raises:
+            TierUnavailable: its tier failed; CopyDamaged among it, once the copy is discarded.
+        """
+        opened = self.open_copy_nowait(file)
         if opened is not None:
             return opened
         for store in self.stores:
@@ -282,7 +349,7 @@ class Manager:
             except TierUnavailable as exc:
                 self._copy_failed(file.key, store, copy, exc)
                 raise
-            opened = _OpenCopy(store, descriptor)
+            opened = OpenCopy(store, descriptor)
             if store.get(file.key) is copy:
                 self._copies.add(file.key, opened)
             return opened
@@ -298,8 +365,9 @@ class Manager:
         """Read by way of a running fill. False if it has ended meanwhile. Raises what the fill says."""
         first, last = offset // PIECE_SIZE, (offset + len(view) - 1) // PIECE_SIZE
         waits = self._ask(fill, range(first, last + 1))
-        # A read within the first piece may be no more than a look at the header: that piece is all it costs.
-        if last > 0 and fill.outcome is Outcome.RUNNING:
+        # A read within the first piece of a large file may be a look at its header: that piece is all it costs.
+        is_small = fill.file.version.size <= self._open_wait
+        if (last > 0 or is_small) and fill.outcome is Outcome.RUNNING:
             self._queue.add(fill)
         for wait in waits:
             await wait.wait()
@@ -357,7 +425,7 @@ class Manager:
             with contextlib.suppress(TierUnavailable):
                 await self._wait_whole(fill)
                 return True
-            if self._has_copy(file.key):
+            if self.has_copy(file.key):
                 return True
         return False
 
@@ -416,8 +484,10 @@ class Manager:
         file, store = fill.file, fill.store
         copy, descriptor = fill.hand_over(finished)
         store.add(file.key, copy)
-        self._copies.add(file.key, _OpenCopy(store, descriptor))
+        self._copies.add(file.key, OpenCopy(store, descriptor))
         self._metrics.fills.done += 1
+        if self.drops_served_pages and store.read_mode != "memory":
+            self._pages.filled(store, file.key, copy)
         self._queue.remove(fill)
         self._forget(fill)
         if not finished.is_published:
@@ -440,14 +510,7 @@ class Manager:
             store.report(exc.__cause__)
         self._errors.add(str(exc), kind=f"tier {store.path} {type(exc).__name__}")
 
-    def _copy_discarded(self, file: DataFile, store: Store) -> None:
-        if file.key not in self._users:  # who has it open goes on with the version that was opened
-            self._copies.drop(file.key)
-        self.on_changed(file)
-
-    def evict(self, store: Store, key: FileKey) -> bool:
-        """Give up a copy that nobody has open. False if somebody has, or it is not there."""
-        if not store.evict(key):
-            return False
-        self._copies.drop(key)
-        return True
+    def _copy_removed(self, key: FileKey) -> None:
+        if key not in self._users:  # who has it open goes on with the version that was opened
+            self._copies.drop(key)
+        self.on_copy_gone(key)

@@ -42,10 +42,8 @@ def can_read_nowait(dir_fd: int) -> bool:
 
     Blocks. Raises OSError if it cannot be written to.
     """
-    name = f"probe-{os.getpid()}"
-    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+    fd = make_unnamed(dir_fd)
     try:
-        os.unlink(name, dir_fd=dir_fd)
         os.pwrite(fd, b"x", 0)
         os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
     except BlockingIOError:
@@ -57,3 +55,15 @@ def can_read_nowait(dir_fd: int) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def make_unnamed(dir_fd: int) -> int:
+    """A new, empty file in this directory, without a name by the time this returns. Blocks. Raises OSError."""
+    name = f"probe-{os.getpid()}"
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+    try:
+        os.unlink(name, dir_fd=dir_fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

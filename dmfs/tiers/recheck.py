@@ -41,7 +41,7 @@ class Recheck:
     """
 
     def __init__(
-        self, source: Source, *, clock: Clock, is_immutable: bool, on_changed: Callable[[DataFile, Store], None]
+        self, source: Source, *, clock: Clock, is_immutable: bool, on_changed: Callable[[DataFile], None]
     ) -> None:
         self._source = source
         self._clock = clock
@@ -120,7 +120,7 @@ class Recheck:
     def _discard(self, item: _Item) -> None:
         if item.store.get(item.file.key) is item.copy:
             item.store.discard(item.file.key)
-            self._on_changed(item.file, item.store)
+            self._on_changed(item.file)
 
 
 def _publish(items: list[_Item]) -> list[bool]:

@@ -19,7 +19,7 @@ import errno
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +28,7 @@ import trio
 from dmfs.errors import CopyDamaged, TierUnavailable
 from dmfs.tiers.descriptors import Descriptor
 from dmfs.tiers.folder import DatasetFolder
-from dmfs.tiers.nowait import open_cached
+from dmfs.tiers.nowait import make_unnamed, open_cached
 from dmfs.types import PIECE_SIZE, Clock, FileKey, GiB, hex_key
 
 ReadMode = Literal["nowait", "memory", "thread"]
@@ -94,6 +94,7 @@ class Store:
         capacity: bytes that copies of all datasets on this tier may take together.
         read_mode: see ReadMode; found out at start.
         scanned: set once every copy left by earlier daemons is known.
+        on_removed: called with the key of a copy that was given up or discarded.
     """
 
     def __init__(
@@ -103,12 +104,14 @@ class Store:
         self.capacity = capacity
         self.read_mode = read_mode
         self.scanned = trio.Event()
+        self.on_removed: Callable[[FileKey], None] = lambda key: None
         self._folder = folder
         self._min_free = min_free
         self._clock = clock
         self._copies: dict[FileKey, Copy] = {}
         self._pins: dict[FileKey, int] = {}
         self._used = 0  # bytes allocated by copies, published or not, of all datasets
+        self._held: dict[FileKey, int] = {}  # bytes of removed copies that somebody still has open
         self._reserved = 0  # bytes promised to running fills
         self._unwritten = 0  # of these, bytes not on the disk yet
         self._plenty_until = 0.0  # until when the free space of the file system need not be looked at
@@ -131,13 +134,19 @@ class Store:
         count = self._pins.pop(key) - 1
         if count:
             self._pins[key] = count
+        else:
+            self._held.pop(key, None)
 
     def statistics(self) -> dict[str, object]:
-        """This tier in `dmfs status`: `{path, capacity_bytes, used_bytes, copies, state}`; used is what `du` says."""
+        """This tier in `dmfs status`: `{path, capacity_bytes, used_bytes, held_bytes, copies, state}`.
+
+        Used is what `du` says; held is what removed copies still take that are open.
+        """
         return {
             "path": self.path,
             "capacity_bytes": self.capacity,
             "used_bytes": self._used + self._reserved - self._unwritten,
+            "held_bytes": sum(self._held.values()),
             "copies": len(self._copies),
             "state": self._state(),
         }
@@ -237,7 +246,8 @@ class Store:
             return None
         if self._no_room and size >= self._no_room[0] and now < self._no_room[1]:
             return None
-        if self._used + self._reserved + size > self.capacity:
+        held = sum(self._held.values()) if self._held else 0
+        if self._used + self._reserved + held + size > self.capacity:
             return None
         self._reserved += size
         self._unwritten += size
@@ -258,6 +268,11 @@ class Store:
             self._folder.clear_tmp()
 
     # ---- a copy on its way
+
+    def make_probe(self) -> Descriptor:
+        """An empty file without a name, to try what this tier's file system can do. Blocks. Raises TierUnavailable."""
+        with self._faults():
+            return Descriptor(make_unnamed(self._folder.tmp_fd))
 
     def create(self, key: FileKey, size: int) -> TempFile:
         """A temporary file for `size` bytes, to be written. Blocks. Raises TierUnavailable, NoRoom among it."""
@@ -408,7 +423,7 @@ class Store:
     def evict(self, key: FileKey) -> bool:
         """Give up the copy of a key.
 
-        False if it is pinned, or not here. The caller drops descriptors of it that it keeps.
+        False if it is pinned, or not here. Whoever keeps descriptors of it is told by `on_removed`.
         """
         if key in self._pins or key not in self._copies:
             return False
@@ -424,9 +439,13 @@ class Store:
         for dir_fd, name in (*self._locations(key, copy), (self._folder.objects_fd, sums_name(key))):
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=dir_fd)
+        self.on_removed(key)
 
     def _forget(self, key: FileKey) -> None:
-        self._used -= self._copies.pop(key).allocated
+        allocated = self._copies.pop(key).allocated
+        self._used -= allocated
+        if key in self._pins:
+            self._held[key] = self._held.get(key, 0) + allocated
 
 
 class Reservation:

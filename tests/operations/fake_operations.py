@@ -238,11 +238,11 @@ class FakeOperations:
         else:
             self._obey("release", self.nodes[node].name)  # last: a front end cannot release a handle twice
 
-    def read_nowait(self, handle: int, offset: int, view: memoryview) -> int | None:
+    def read_nowait(self, handle: int, offset: int, view: memoryview, *, node: int = 0) -> int | None:
         found = self._opened(handle, "read")
         return None if self._declines("read_nowait", found.name) else self._read(found, offset, view)
 
-    async def read(self, handle: int, offset: int, view: memoryview) -> int:
+    async def read(self, handle: int, offset: int, view: memoryview, *, node: int = 0) -> int:
         found = self._opened(handle, "read")
         await self._obey_async("read", found.name)
         return self._read(found, offset, view)
@@ -254,7 +254,7 @@ class FakeOperations:
         view[len(data) :] = b"!" * (len(view) - len(data))  # what no reader may see
         return len(data)
 
-    async def lseek(self, handle: int, offset: int, whence: int) -> int:
+    async def lseek(self, handle: int, offset: int, whence: int, *, node: int = 0) -> int:
         found = self._opened(handle, "lseek")
         await self._obey_async("lseek", found.name)
         if offset >= len(found.content):

@@ -222,7 +222,7 @@ async def test_given_up_while_it_gets_its_name(tmp_path: Path, size: int, when: 
         held = node.tier_faults[0].hold(when)
         node.clock.advance(DELAY + 0.01)
         await held.wait_entered()
-        assert node.manager.evict(node.stores[0], next(iter(node.stores[0]._copies)))
+        assert node.stores[0].evict(next(iter(node.stores[0]._copies)))
         held.release()
         await look_again(node)
         await node.assert_settled()

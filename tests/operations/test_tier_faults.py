@@ -372,14 +372,14 @@ async def test_eviction_respects_pins(tmp_path: Path) -> None:
         store = node.stores[0]
         pinned = node.operations._files[handle].file.key
         free = next(key for key in store._copies if key != pinned)
-        assert not node.manager.evict(store, pinned)
-        assert node.manager.evict(store, free)
-        assert not node.manager.evict(store, free), "it is gone"
+        assert not store.evict(pinned)
+        assert store.evict(free)
+        assert not store.evict(free), "it is gone"
         node.operations.release(handle)
-        assert not node.manager.evict(store, pinned)
+        assert not store.evict(pinned)
         expect_content(await node.read_all(other, SMALL), 0, 0, SMALL)
         node.operations.release(other)
-        assert node.manager.evict(store, pinned)
+        assert store.evict(pinned)
         await node.assert_settled()
         assert node.copies() == []
         assert list((node.dataset_folder() / "objects").iterdir()) == [], "the digests went with it"

@@ -160,6 +160,8 @@ class TestPrecedence:
             "DMFS_DATASET_ID": "imagenet",
             "DMFS_VERSION_FROM": "mtime",
             "DMFS_FRONT_END": "pyfuse3",
+            "DMFS_IO": "plain",
+            "DMFS_READAHEAD": "1MiB",
             "DMFS_LOG_FILE": "/log",
             "DMFS_VERBOSE": "on",
             "DMFS_MIN_FREE": "10%",

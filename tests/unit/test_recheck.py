@@ -26,7 +26,7 @@ def young(ctime_ns: int, *, newest_ns: int, tmp_path: Path, is_immutable: bool =
     clock = Clock(wall=lambda: NOW)
     source = make_source(tmp_path, clock)
     source.newest_ctime_ns = newest_ns
-    recheck = Recheck(source, clock=clock, is_immutable=is_immutable, on_changed=lambda file, store: None)
+    recheck = Recheck(source, clock=clock, is_immutable=is_immutable, on_changed=lambda file: None)
     return recheck.is_needed(DataFile(b"f", FileVersion(1, 1, ctime_ns), b"k" * 16))
 
 
@@ -91,7 +91,7 @@ async def test_many_files(tmp_path: Path) -> None:
         source,
         clock=Clock(wall=lambda: NOW, monotonic=lambda: now),
         is_immutable=False,
-        on_changed=lambda file, store: changed.append(file.path),
+        on_changed=lambda file: changed.append(file.path),
     )
     count = 3 * BATCH
     with trio.fail_after(10):

@@ -144,6 +144,7 @@ async def test_scan_finds_the_copies(store: Store) -> None:
         "path": store.path,
         "capacity_bytes": A_LOT,
         "used_bytes": allocated(store),
+        "held_bytes": 0,
         "copies": 5010,
         "state": "ok",
     }
