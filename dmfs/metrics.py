@@ -81,3 +81,19 @@ class Metrics:
     fills: FillCounts = field(default_factory=FillCounts)
     stale_served: int = 0
     surprises: int = 0
+
+
+@dataclass(slots=True)
+class WarmProgress:
+    """What a request to warm files has come to so far; `failed` names some of them as (path, reason)."""
+
+    files: int = 0
+    bytes: int = 0
+    fetched: int = 0
+    fetched_bytes: int = 0
+    pushed: int = 0
+    pushed_bytes: int = 0
+    no_room: int = 0
+    no_memory: int = 0
+    failures: int = 0
+    failed: list[tuple[str, str]] = field(default_factory=list)

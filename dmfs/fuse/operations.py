@@ -325,6 +325,21 @@ class Operations:
         """Which file is open by a handle."""
         return self._files[handle].file
 
+    async def find_file(self, path: bytes) -> tuple[int, DataFile]:
+        """A file by its path: the node by which the kernel knows it, 0 if it does not, and the file.
+
+        Asks the source where the path is not known. Raises OSError.
+        """
+        node = self._inodes.find(path)
+        if node is not None and node.references:
+            attributes = node.attributes
+        else:
+            node, attributes = None, await self._source.lstat(path)
+        st = unpack_attributes(attributes)
+        if not st.is_regular:
+            raise OSError(errno.EISDIR if st.is_directory else errno.EINVAL, "not a regular file")
+        return (node.id if node is not None else 0), self._data_file(path, st)
+
     def release(self, handle: int) -> None:
         """The last user of a handle closed it."""
         self.manager.close(self._files.pop(handle).file)

@@ -16,6 +16,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING
 
+import trio
 import xxhash
 
 from dmfs.errors import DmfsError, StaleFile, TierUnavailable, without_traceback
@@ -74,6 +75,8 @@ class Fill:
         file, store: what goes where.
         outcome: see Outcome.
         is_wanted_whole: every piece is to be fetched, asked for or not.
+        settled: set once no more pieces will come unasked: it is over, or broken.
+        error: what broke it or ended it, None after a good end.
         has_open_failed: the last error is from opening the file, so it is the one of an open that waits for this fill.
     """
 
@@ -102,6 +105,8 @@ class Fill:
         self.store = store
         self.outcome = Outcome.RUNNING
         self.is_wanted_whole = False
+        self.settled = trio.Event()
+        self.error: Exception | None = None
         self.has_open_failed = False
         self.piece_count = -(-file.version.size // PIECE_SIZE)
         self._source = source
@@ -119,7 +124,6 @@ class Fill:
         self._memory: dict[int, memoryview] = {}  # pieces that are here and still being written
         self._temp: TempFile | None = None
         self._opened: Descriptor | None = None  # of the source, where it was not open before
-        self._end_error: Exception | None = None  # what `end` was told
         self._begin = threading.Lock()  # held by the thread that opens both files, for all pieces
         self._is_clean = False
 
@@ -193,8 +197,8 @@ class Fill:
         """
         if self._pieces[piece] == HERE:
             return None
-        if self._end_error is not None:
-            raise without_traceback(self._end_error)
+        if self.outcome is Outcome.OVER and self.error is not None:
+            raise without_traceback(self.error)
         wait = self._waits.get(piece)
         if wait is None:
             wait = self._waits[piece] = Pending()
@@ -243,7 +247,8 @@ class Fill:
     def end(self, error: DmfsError) -> None:
         """The fill is over without a copy; whoever waits gets `error`."""
         self.outcome = Outcome.OVER
-        self._end_error = without_traceback(error)
+        self.error = without_traceback(error)
+        self.settled.set()
         for piece in list(self._waits):
             self._wake(piece, error)
         self._clean_up()
@@ -252,6 +257,7 @@ class Fill:
         """The fill is over, with a copy: what the store is to know of it (at once), and a descriptor to read it by."""
         assert self._temp is not None
         self.outcome = Outcome.OVER
+        self.settled.set()
         self._reservation.release()
         temp, self._temp = self._temp, None
         self._is_clean = True
@@ -296,7 +302,7 @@ class Fill:
             if fetched.finished is not None:
                 self._on_finished(self, fetched.finished)  # whole and checked, whatever went wrong before
             else:
-                self._break()
+                self._break(StaleFile(f"{os.fsdecode(self.file.path)} was removed at the source"))
         elif not self._missing and not self._in_flight and self.outcome is Outcome.RUNNING:
             self._finish()
         self._on_progress(self, length)
@@ -310,7 +316,7 @@ class Fill:
         else:
             self._pieces[piece] = ABSENT
             self._next = min(self._next, piece)
-            self._break()
+            self._break(exc)
             self._wake(piece, exc)
         self._on_error(self, exc)
 
@@ -335,7 +341,7 @@ class Fill:
         except Exception as exc:
             # Every piece was checked and is here: those who have it open read on, but there is nothing to publish.
             if self.outcome is not Outcome.OVER:
-                self._break()
+                self._break(exc)
                 self._on_error(self, exc)
             exc.__traceback__ = None  # as in `_fetched`
         else:
@@ -350,9 +356,11 @@ class Fill:
                 wait.fail(error)
             wait.finish()
 
-    def _break(self) -> None:
+    def _break(self, error: Exception) -> None:
         if self.outcome is Outcome.RUNNING:
             self.outcome = Outcome.BROKEN
+            self.error = without_traceback(error)
+            self.settled.set()
         self.is_wanted_whole = False
 
     def _clean_up(self) -> None:

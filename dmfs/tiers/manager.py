@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 MAX_DESCRIPTORS = 1024  # copies kept open
 UNOPENED_FOR = 30.0  # seconds after its last read for which a file counts as open whose opens are not seen
+ASK_AGAIN = 1.0  # seconds after which a fill that somebody waits for is put into the queue again
 DRAIN_LIMIT = 15.0  # seconds an unmount waits for late publications; a source that hangs longer loses these copies
 
 
@@ -230,6 +231,39 @@ class Manager:
                     if key not in self._users:
                         self._unused(key)
 
+    async def fetch(self, file: DataFile) -> bool:
+        """Have a whole file in a tier: True if its copy is here now, False if no tier has room for it.
+
+        A cancelled caller leaves; what it began goes on.
+
+        Raises:
+            StaleFile: the source has another version now.
+            OSError: the source's own.
+        """
+        await self._wait_scanned()
+        self._pin(file.key)  # counts as open, so it comes before what nobody wants any more
+        try:
+            for _ in self.stores:
+                if self.has_copy(file.key) or not file.version.size:
+                    return True
+                fill = self._fills.get(file.key) or self._start_fill(file)
+                if fill is None:
+                    return False
+                await self._wait_settled(fill)
+                if isinstance(fill.error, OSError | StaleFile) and not self.has_copy(file.key):
+                    raise without_traceback(fill.error)
+            return self.has_copy(file.key)
+        finally:
+            self.close(file)
+
+    async def _wait_settled(self, fill: Fill) -> None:
+        if fill.piece_count == 1:
+            self._ask(fill, range(1))  # small files may take every place, as those do that are opened
+        while not fill.settled.is_set():
+            self._queue.add(fill)  # again, as a fill that the source hung in has left the queue
+            with trio.move_on_after(ASK_AGAIN):
+                await fill.settled.wait()
+
     # ---- reading
 
     def read_nowait(self, file: DataFile, view: memoryview, offset: int) -> Served | None:
@@ -323,12 +357,15 @@ class Manager:
         except TierUnavailable as exc:
             self._copy_failed(file.key, store, copy, exc)
             raise
-        if self.drops_served_pages:
-            self._pages_served(opened, offset, len(view))
+        self._pages_served(opened, offset, len(view))
         return True
 
+    def pages_pushed(self, opened: OpenCopy, size: int) -> None:
+        """The kernel has got a whole copy of `size` bytes, and keeps it."""
+        self._pages_served(opened, 0, size)
+
     def _pages_served(self, opened: OpenCopy, offset: int, length: int) -> None:
-        if opened.store.read_mode != "memory":
+        if self.drops_served_pages and opened.store.read_mode != "memory":
             self._pages.served(opened.descriptor, offset, length)
 
     async def open_copy(self, file: DataFile) -> OpenCopy | None:
