@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.files import KiB, make_files
-from tests.support.mounts import MountFactory
+from tests.support.mounts import WAYS, MountFactory
 from tests.support.waiting import wait_until
 
 SIZES = [4 * KiB, 4 * KiB, 4 * KiB]
@@ -42,14 +42,14 @@ print(json.dumps({"ticks": ticks, "failed": failed, "read": got}))
 """
 
 
-@pytest.mark.parametrize("front_end", ["kernel", "pyfuse3"])
+@pytest.mark.parametrize("way", WAYS)
 def test_handled_signals_do_not_end_a_call(
-    tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory, front_end: str
+    tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory, way: str
 ) -> None:
     make_files(tmp_path / "set", SIZES)
     source = bad_source(tmp_path / "set")
     source.rule(delay=0.05)
-    mount = dmfs_mount(source.mountpoint, front_end=front_end)
+    mount = dmfs_mount(source.mountpoint, way=way)
     done = subprocess.run([sys.executable, "-c", UNDER_SIGNALS, mount.view], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

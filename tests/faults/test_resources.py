@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.files import KiB, drop_pages, expect_content, make_files
-from tests.support.mounts import DmfsMount, MountFactory
+from tests.support.mounts import WAYS, DmfsMount, MountFactory
 from tests.support.waiting import wait_until
 
 
@@ -17,11 +17,11 @@ def open_files(mount: DmfsMount) -> int:
     return len(os.listdir(f"/proc/{mount.pid}/fd"))
 
 
-@pytest.mark.parametrize("front_end", ["kernel", "pyfuse3"])
-def test_reading_the_same_file_again_and_again(tmp_path: Path, dmfs_mount: MountFactory, front_end: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_reading_the_same_file_again_and_again(tmp_path: Path, dmfs_mount: MountFactory, way: str) -> None:
     size = 300 * KiB
     make_files(tmp_path / "set", [size])
-    mount = dmfs_mount(tmp_path / "set", front_end=front_end)
+    mount = dmfs_mount(tmp_path / "set", way=way)
     view = mount.view / "00000.bin"
     expect_content(view.read_bytes(), 0, 0, size)
     mount.wait_fills_done()

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.files import KiB, MiB, expect_content, make_files
-from tests.support.mounts import MountFactory
+from tests.support.mounts import WAYS, MountFactory
 from tests.support.waiting import wait_until
 
-FRONT_ENDS = ["kernel", "pyfuse3"]
 WARM, COLD = 10, 110  # files 0 to 9 are read beforehand, 10 to 109 are only looked at
 BIG = COLD
 LIMIT = 1.0  # seconds: "well under a second", and then some for a busy machine
@@ -73,12 +72,10 @@ def read_within(path: Path, seconds: float) -> bytes:
         raise AssertionError(f"reading {path.name} took longer than {seconds:g} s") from None
 
 
-def beside_a_slow_read(
-    mount_source: Callable, dmfs_mount: MountFactory, folder: Path, front_end: str, size: int
-) -> None:
+def beside_a_slow_read(mount_source: Callable, dmfs_mount: MountFactory, folder: Path, way: str, size: int) -> None:
     make_files(folder, [4 * KiB] * COLD + [size])
     source = mount_source(folder)
-    mount = dmfs_mount(source.mountpoint, front_end=front_end)
+    mount = dmfs_mount(source.mountpoint, way=way)
     for number in range(WARM):
         expect_content((mount.view / f"{number:05d}.bin").read_bytes(), number, 0, 4 * KiB)
     mount.wait_fills_done()
@@ -96,18 +93,18 @@ def beside_a_slow_read(
     assert time.monotonic() - start < 3, "unmounting waited for the slow source"
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("way", WAYS)
 def test_everyday_operations_beside_a_slow_read(
-    tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory, front_end: str
+    tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory, way: str
 ) -> None:
-    beside_a_slow_read(bad_source, dmfs_mount, tmp_path / "set", front_end, 32 * MiB)
+    beside_a_slow_read(bad_source, dmfs_mount, tmp_path / "set", way, 32 * MiB)
 
 
 @pytest.mark.full
 def test_everyday_operations_beside_a_slow_read_of_200_mib(
     tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory
 ) -> None:
-    beside_a_slow_read(bad_source, dmfs_mount, tmp_path / "set", "kernel", 200 * MiB)
+    beside_a_slow_read(bad_source, dmfs_mount, tmp_path / "set", "auto", 200 * MiB)
 
 
 def test_hanging_reads_leave_the_rest_alone(tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory) -> None:
@@ -134,14 +131,14 @@ def test_hanging_reads_leave_the_rest_alone(tmp_path: Path, bad_source: Callable
     wait_until(lambda: not mount.status()["waiting"], 10, "nothing is waited for any more")
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("way", WAYS)
 def test_umount_beside_an_abandoned_read(
-    tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory, front_end: str
+    tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory, way: str
 ) -> None:
     """The reader is killed, the call at the source hangs on: nobody uses the mount, so the plain unmount ends."""
     make_files(tmp_path / "set", [9 * MiB])
     source = bad_source(tmp_path / "set")
-    mount = dmfs_mount(source.mountpoint, front_end=front_end)
+    mount = dmfs_mount(source.mountpoint, way=way)
     source.rule("READ", hangs=True)
     with reading(mount.view / "00000.bin"):
         wait_until(lambda: source.hanging(), 10, "the read hangs")
@@ -150,13 +147,13 @@ def test_umount_beside_an_abandoned_read(
     assert time.monotonic() - start < 10
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("way", WAYS)
 def test_forced_umount_of_a_hanging_source(
-    tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory, front_end: str
+    tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory, way: str
 ) -> None:
     make_files(tmp_path / "set", [9 * MiB])  # so large that its open returns at once, and the reader hangs in a read
     source = bad_source(tmp_path / "set")
-    mount = dmfs_mount(source.mountpoint, front_end=front_end, expects_trouble=True)
+    mount = dmfs_mount(source.mountpoint, way=way, expects_trouble=True)
     source.rule("READ", hangs=True)
     with reading(mount.view / "00000.bin") as reader:
         wait_until(lambda: source.hanging(), 10, "the read hangs")

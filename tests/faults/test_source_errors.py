@@ -9,10 +9,9 @@ import pytest
 
 from tests.mount.posix.target import raises_errno
 from tests.support.files import KiB, MiB, drop_pages, expect_content, make_files
-from tests.support.mounts import DmfsMount, MountFactory
+from tests.support.mounts import WAYS, DmfsMount, MountFactory
 from tests.support.waiting import wait_until
 
-FRONT_ENDS = ["kernel", "pyfuse3"]
 ERRORS = [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EACCES]
 SIZES = [300 * KiB, 9 * MiB, 5000, 0]
 CACHED, LARGE, COLD, EMPTY = range(4)
@@ -36,10 +35,10 @@ def assert_served(operation: Callable[[], object], wanted: object, code: int) ->
 def cached(tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory) -> Callable[..., tuple]:
     """A function that gives (badsrc, mount) with all files but one cached, and metadata that is never believed."""
 
-    def start(front_end: str = "kernel", ttl: str = "0") -> tuple:
+    def start(way: str = "auto", ttl: str = "0") -> tuple:
         make_files(tmp_path / "set", SIZES)
         source = bad_source(tmp_path / "set", attr_timeout=0)
-        mount = dmfs_mount(source.mountpoint, front_end=front_end, immutable=False, flags=["--metadata-ttl", ttl])
+        mount = dmfs_mount(source.mountpoint, way=way, immutable=False, flags=["--metadata-ttl", ttl])
         for number in (CACHED, LARGE, EMPTY):
             expect_content((mount.view / f"{number:05d}.bin").read_bytes(), number, 0, SIZES[number])
         mount.wait_fills_done()
@@ -49,10 +48,10 @@ def cached(tmp_path: Path, bad_source: Callable, dmfs_mount: MountFactory) -> Ca
     return start
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
-def test_every_operation_fails(cached: Callable, code: int, front_end: str) -> None:
-    source, mount = cached(front_end)
+def test_every_operation_fails(cached: Callable, code: int, way: str) -> None:
+    source, mount = cached(way)
     view = mount.view
     names = sorted(os.listdir(view))
     before = {number: (view / f"{number:05d}.bin").stat() for number in (CACHED, LARGE, EMPTY)}

@@ -6,7 +6,7 @@ import pytest
 
 from tests.doubles import storm
 from tests.support.files import KiB, MiB, make_files
-from tests.support.mounts import MountFactory
+from tests.support.mounts import WAYS, MountFactory
 
 SIZES = [0, 1, 4095, 5000, 128 * KiB, 300 * KiB + 7, 1 * MiB, 3 * MiB + 1, 9 * MiB, 12 * MiB + 4097]
 
@@ -17,10 +17,10 @@ def assert_clean(report: storm.Report) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("front_end", ["kernel", "pyfuse3"])
-def test_cold_then_warm(tmp_path: Path, dmfs_mount: MountFactory, front_end: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_cold_then_warm(tmp_path: Path, dmfs_mount: MountFactory, way: str) -> None:
     make_files(tmp_path / "set", SIZES)
-    mount = dmfs_mount(tmp_path / "set", front_end=front_end)
+    mount = dmfs_mount(tmp_path / "set", way=way)
     assert_clean(storm.run(mount.view, processes=8, reads=60, signals=3, seconds=20))
     status = mount.wait_fills_done()
     assert (status["surprises"], status["errors"]) == (0, [])
@@ -30,10 +30,10 @@ def test_cold_then_warm(tmp_path: Path, dmfs_mount: MountFactory, front_end: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("front_end", ["kernel", "pyfuse3"])
-def test_cache_too_small(tmp_path: Path, dmfs_mount: MountFactory, front_end: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_cache_too_small(tmp_path: Path, dmfs_mount: MountFactory, way: str) -> None:
     make_files(tmp_path / "set", SIZES)
-    mount = dmfs_mount(tmp_path / "set", front_end=front_end, caches=[f"{tmp_path / 'cache'}:4MiB"])
+    mount = dmfs_mount(tmp_path / "set", way=way, caches=[f"{tmp_path / 'cache'}:4MiB"])
     assert_clean(storm.run(mount.view, processes=6, reads=50, signals=2, seconds=20))
     assert mount.status()["surprises"] == 0
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from tests.support.files import content
-from tests.support.mounts import MountFactory, read_only_bind, why_no_bind_mounts
+from tests.support.mounts import WAYS, MountFactory, read_only_bind, why_no_bind_mounts
 
 FILE_NAMES = ["a", "b", "c"]
 FOLDER_NAMES = ["d", "e"]
@@ -377,12 +377,12 @@ def viewed(request: pytest.FixtureRequest, disk_path: Path) -> Iterator[Viewed]:
             yield Viewed(source, stack.enter_context(read_only_bind(source)), native_may_read)
         else:
             factory = stack.enter_context(contextlib.closing(MountFactory()))
-            mount = factory(source, front_end=request.param, immutable=False, flags=["--metadata-ttl", "0"])
+            mount = factory(source, way=request.param, immutable=False, flags=["--metadata-ttl", "0"])
             yield Viewed(source, mount.view, dmfs_may_read, substitutes=request.param == "pyfuse3")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("viewed", ["native", "kernel", "pyfuse3"], indirect=True)
+@pytest.mark.parametrize("viewed", ["native", *WAYS], indirect=True)
 def test_random_changes_at_the_source(viewed: Viewed) -> None:
     _run(viewed, examples=30, steps=40)
 
@@ -415,6 +415,6 @@ def test_machine_finds_a_difference(viewed: Viewed) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("viewed", ["native", "kernel", "pyfuse3"], indirect=True)
+@pytest.mark.parametrize("viewed", ["native", *WAYS], indirect=True)
 def test_many_random_changes_at_the_source(viewed: Viewed) -> None:
     _run(viewed, examples=600, steps=60, derandomize=False)

@@ -17,8 +17,9 @@ from tests.mount.posix.names import names
 from tests.mount.posix.reads import reads
 from tests.mount.posix.target import Check
 from tests.mount.posix.writes import writes
+from tests.support.mounts import WAYS
 
-TARGETS = ["native", "kernel", "pyfuse3"]
+TARGETS = ["native", *WAYS]
 
 CHECKS: dict[str, Check] = {**reads, **mapping, **names, **attributes, **writes}
 
@@ -30,7 +31,7 @@ class Deviation(NamedTuple):
     check: Check
 
 
-_EVERY_FRONT_END = {
+_EVERY_WAY = {
     "extended_attributes": Deviation(
         "without --allow-other extended attributes are not offered", extended_attributes_are_not_offered
     ),
@@ -43,8 +44,8 @@ _EVERY_FRONT_END = {
 }
 
 ALLOWED_DEVIATIONS: dict[str, dict[str, Deviation]] = {
+    **dict.fromkeys(WAYS, _EVERY_WAY),
     "native": {},
-    "kernel": _EVERY_FRONT_END,
-    "pyfuse3": _EVERY_FRONT_END
+    "pyfuse3": _EVERY_WAY
     | {"fields_of_the_root": Deviation("libfuse numbers the root 1", fields_of_the_root_but_its_number)},
 }

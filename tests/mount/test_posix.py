@@ -1,4 +1,4 @@
-"""Runs every check of the POSIX suite over the native oracle and over both front ends, one test a check and target."""
+"""Runs every check of the POSIX suite over the native oracle and every way of dmfs, one test a check and target."""
 
 import contextlib
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def target(request: pytest.FixtureRequest, tree: Path, disk_path: Path) -> Itera
             view = stack.enter_context(read_only_bind(tree))
         else:
             factory = stack.enter_context(contextlib.closing(MountFactory()))
-            view = factory(tree, front_end=request.param).view
+            view = factory(tree, way=request.param).view
         yield Target(request.param, view, tree, scratch)
 
 

@@ -17,13 +17,11 @@ import pytest
 from tests.doubles.badsrc import BadSource
 from tests.faults.conftest import bad_source  # noqa: F401  (a fixture)
 from tests.support.files import expect_content, make_files, write_file
-from tests.support.mounts import MountFactory, is_mounted
+from tests.support.mounts import WAYS, MountFactory, is_mounted
 from tests.support.waiting import wait_until
 
 KiB = 1024
 MiB = 1024 * KiB
-
-FRONT_ENDS = ["kernel", "pyfuse3"]
 
 
 @pytest.fixture
@@ -34,11 +32,11 @@ def watched(bad_source: Callable[..., BadSource], tmp_path: Path) -> Iterator[tu
     return folder, bad_source(folder)
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_bytes(watched: tuple[Path, BadSource], dmfs_mount: MountFactory, front_end: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_bytes(watched: tuple[Path, BadSource], dmfs_mount: MountFactory, way: str) -> None:
     """Promise 1: the bytes of the version opened, whatever the offset and size, and never of two."""
     folder, source = watched
-    mount = dmfs_mount(source.mountpoint, front_end=front_end, immutable=False, flags=["--metadata-ttl", "0"])
+    mount = dmfs_mount(source.mountpoint, way=way, immutable=False, flags=["--metadata-ttl", "0"])
     rng = random.Random(1)
     for number, path in enumerate(sorted(mount.view.iterdir())):
         size = path.stat().st_size

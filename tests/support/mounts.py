@@ -24,6 +24,8 @@ import pytest
 from tests.support.waiting import ended_within, open_pidfd, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
+WAYS = ["passthrough", "pagecache", "plain", "pyfuse3"]
+"""How bytes can get to readers: the modes of our own front end, and the library's, which has one."""
 COMMAND_TIMEOUT = 30.0  # seconds for one dmfs command; a hang of it fails the test with the log
 LOG_TAIL = 4000  # characters of the log shown with a failure
 
@@ -99,6 +101,7 @@ class DmfsMount:
     Attributes:
         base: a short folder below /tmp (paths of Unix sockets are at most 108 bytes) that holds all the rest.
         view: the mountpoint.
+        way: one of WAYS, or `auto`.
         caches: what each `--cache` says, `PATH` or `PATH:SIZE`; by default the one folder `base/cache`.
         environment: of every dmfs process started here.
         pid: of the daemon last started, None before that.
@@ -109,7 +112,7 @@ class DmfsMount:
         self,
         source: Path | str,
         *,
-        front_end: str = "kernel",
+        way: str = "auto",
         caches: Sequence[Path | str] | None = None,
         immutable: bool = True,
         flags: Sequence[str] = (),
@@ -132,7 +135,8 @@ class DmfsMount:
         self.pid: int | None = None
         self._pidfds: dict[int, int] = {}
         self._spawned: list[subprocess.Popen[str]] = []
-        self._flags = ["--front-end", front_end, *flags]
+        front_end = ["--front-end", "pyfuse3"] if way == "pyfuse3" else ["--io", way]
+        self._flags = [*front_end, *flags]
         self.environment = clean_environment(self.runtime) | dict(env or {})
         live_mounts.append(self)
 
