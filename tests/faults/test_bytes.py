@@ -94,10 +94,10 @@ def test_kill_in_the_middle_of_a_fill(big: Path, bad_source: Callable, dmfs_moun
 OLD_AND_NEW_SIZES = [(12, 14), (14, 12), (0, 5), (5, 0), (100_000, 300_000), (300_000, 100_000), (4096, 4096)]
 
 
-def expect_one_estale(view: Path) -> None:
-    """Where no open is seen, it is the first read of a version that is gone that says so, and the next open is right."""
+def expect_one_estale(view: Path, offset: int = 0) -> None:
+    """Where no open is seen, the first read of a version that is gone says so, and the next open is right."""
     with view.open("rb", buffering=0) as file, pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
-        file.read(100)
+        os.pread(file.fileno(), 100, offset)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -181,7 +181,7 @@ def test_rewritten_again_and_again_with_a_long_ttl(tmp_path: Path, dmfs_mount: M
         length = size + version * 1000
         write_file(path, 0, length, version)
         if way == "pagecache" and version:
-            expect_one_estale(view)
+            expect_one_estale(view, size - 100)  # the beginning is in the page cache, and believed
         with view.open("rb", buffering=0) as file:
             assert os.fstat(file.fileno()).st_size == length, f"version {version}: the open has the old size"
             expect_content(file.read(5000), 0, 0, 5000, version)
