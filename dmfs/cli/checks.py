@@ -54,7 +54,7 @@ def check(config: MountConfig, environ: Mapping[str, str], *, mend: bool = True)
     caches = (default_cache(environ),) if is_default else tuple(_look_at_cache(cache) for cache in config.cache)
     _check_caches(caches, source, mountpoint, notes)
     _check_log_file(config.log_file)
-    _check_fuse(config)
+    _check_fuse(config, notes)
     update = {"source": source, "mountpoint": mountpoint, "cache": caches}
     return Checked(config.model_copy(update=update), notes, is_default)
 
@@ -225,7 +225,7 @@ def _check_log_file(path: str | None) -> None:
         raise ConfigError(f"the log file {path} cannot be written: {at} is not writable by this user")
 
 
-def _check_fuse(config: MountConfig) -> None:
+def _check_fuse(config: MountConfig, notes: list[str]) -> None:
     """Find out what would stop the mount itself. What only the attempt can tell, mounting.py says."""
     if config.front_end == "pyfuse3" and config.io not in ("auto", "plain"):
         raise ConfigError(
@@ -237,3 +237,9 @@ def _check_fuse(config: MountConfig) -> None:
             "the package pyfuse3 is not installed: install dmfs[pyfuse3], or mount with --front-end kernel"
         )
     mounting.check_available(allow_other=config.allow_other)
+    timeout = mounting.request_timeout()
+    if timeout:
+        notes.append(
+            f"warning: this kernel ends a FUSE mount when one request takes {timeout} s, as one may while the source "
+            "hangs: ask the administrator for sysctl fs.fuse.max_request_timeout=0 and default_request_timeout=0"
+        )

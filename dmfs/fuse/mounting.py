@@ -27,6 +27,7 @@ UMOUNT_NOFOLLOW = 8
 DEVICE = "/dev/fuse"
 FUSE_CONF = "/etc/fuse.conf"
 CONNECTIONS = "/sys/fs/fuse/connections"
+SYSCTL = "/proc/sys/fs/fuse"
 _STANDARD_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 _HELPER_TIMEOUT = 30.0  # seconds for fusermount3, which makes two system calls
 _DEAD_TIMEOUT = 2.0  # seconds `is_dead` waits for an answer
@@ -88,6 +89,18 @@ def check_available(*, allow_other: bool) -> None:
     _find_helper()
     if allow_other and not _is_allow_other_permitted():
         raise FuseUnavailable(_ALLOW_OTHER_REMEDY)
+
+
+def request_timeout() -> int:
+    """Seconds after which this kernel aborts a whole mount because one request was not answered; 0: never.
+
+    fs.fuse.max_request_timeout and fs.fuse.default_request_timeout, Linux 6.14.
+    """
+    limits = []
+    for name in ("max_request_timeout", "default_request_timeout"):
+        with contextlib.suppress(OSError, ValueError), open(f"{SYSCTL}/{name}", encoding="ascii") as file:
+            limits.append(int(file.read()))
+    return min((limit for limit in limits if limit > 0), default=0)
 
 
 def _open_device() -> int:

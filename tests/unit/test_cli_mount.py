@@ -246,6 +246,20 @@ class TestChecks:
         with pytest.raises(FuseUnavailable, match=r"^the package pyfuse3 is not installed: install dmfs\[pyfuse3\]"):
             tree.check(front_end="pyfuse3")
 
+    def test_mode_that_the_front_end_has_not(self, tree: Tree) -> None:
+        with pytest.raises(ConfigError, match=r"^the front end pyfuse3 has no passthrough mode: leave out --io"):
+            tree.check(front_end="pyfuse3", io="passthrough")
+
+    @pytest.mark.parametrize(("most", "default", "told"), [(0, 0, 0), (600, 0, 600), (0, 60, 60), (600, 60, 60)])
+    def test_kernel_that_ends_mounts_for_one_late_answer(
+        self, tree: Tree, monkeypatch: pytest.MonkeyPatch, most: int, default: int, told: int
+    ) -> None:
+        for name, value in (("max_request_timeout", most), ("default_request_timeout", default)):
+            (tree.base / name).write_text(f"{value}\n")
+        monkeypatch.setattr(mounting, "SYSCTL", str(tree.base))
+        warnings = [note for note in tree.check().notes if "ends a FUSE mount" in note]
+        assert [f" {told} s," in warning for warning in warnings] == [True] * bool(told)
+
     def test_no_fuse(self, tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
         def missing(*, allow_other: bool) -> None:
             raise FuseUnavailable("no FUSE")

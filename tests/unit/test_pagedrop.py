@@ -3,10 +3,10 @@
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from dmfs.tiers import pagedrop
 from dmfs.tiers.descriptors import Descriptor
@@ -44,7 +44,7 @@ def dropped(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 @pytest.fixture
-def dropper(nursery: trio.Nursery, autojump_clock: Any) -> PageDropper:
+def dropper(nursery: trio.Nursery) -> PageDropper:
     dropper = PageDropper(Clock(monotonic=trio.current_time))
     nursery.start_soon(dropper.run)
     return dropper
@@ -60,7 +60,9 @@ async def wait_for(ranges: list[tuple[int, int]], count: int) -> None:
             await trio.sleep(0.01)
 
 
-async def test_ranges_that_follow_each_other_are_one_call(dropper: PageDropper, dropped: list[tuple[int, int]]) -> None:
+async def test_ranges_that_follow_each_other_are_one_call(
+    autojump_clock: MockClock, dropper: PageDropper, dropped: list[tuple[int, int]]
+) -> None:
     copy, other = opened(), opened()
     for offset in range(0, 5000, 1000):
         dropper.served(copy, offset, 1000)
@@ -75,7 +77,7 @@ async def test_ranges_that_follow_each_other_are_one_call(dropper: PageDropper, 
 
 
 async def test_a_fresh_copy_is_dropped_when_the_disk_has_it(
-    dropper: PageDropper, dropped: list[tuple[int, int]], tmp_path: Path
+    autojump_clock: MockClock, dropper: PageDropper, dropped: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     (tmp_path / "copy").write_bytes(b"x")
     place, gone = Place(tmp_path / "copy"), Place(tmp_path / "copy")
@@ -92,7 +94,7 @@ async def test_a_fresh_copy_is_dropped_when_the_disk_has_it(
 
 
 async def test_what_waits_is_bounded(
-    dropper: PageDropper, dropped: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    autojump_clock: MockClock, dropper: PageDropper, dropped: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pagedrop, "MAX_RANGES", 3)
     copy = opened()
