@@ -7,6 +7,7 @@ with its last reference, and whoever reads in a thread holds a reference.
 
 import contextlib
 import os
+import resource
 import sys
 import threading
 from collections import OrderedDict
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+MAX_KEPT = 1024  # descriptors that one LRU keeps open; what is not kept is opened again
+
+
+def kept_open() -> int:
+    """How many descriptors one LRU may keep: `MAX_KEPT`, or an eighth of what this process may have open at all."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_KEPT if limit == resource.RLIM_INFINITY else min(MAX_KEPT, limit // 8)
 
 
 class Descriptor:

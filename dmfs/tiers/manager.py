@@ -17,7 +17,7 @@ import trio
 from dmfs.errors import CopyDamaged, StaleFile, TierUnavailable, without_traceback
 from dmfs.log import ErrorLog
 from dmfs.metrics import Metrics, Served
-from dmfs.tiers.descriptors import LRU, Descriptor
+from dmfs.tiers.descriptors import LRU, Descriptor, kept_open
 from dmfs.tiers.fill import Fill, Finished, Outcome
 from dmfs.tiers.pagedrop import PageDropper
 from dmfs.tiers.pending import Pending
@@ -31,7 +31,6 @@ from dmfs.types import PIECE_SIZE, Clock, DataFile, FileKey
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MAX_DESCRIPTORS = 1024  # copies kept open
 UNOPENED_FOR = 30.0  # seconds after its last read for which a file counts as open whose opens are not seen
 ASK_AGAIN = 1.0  # seconds after which a fill that somebody waits for is put into the queue again
 DRAIN_LIMIT = 15.0  # seconds an unmount waits for late publications; a source that hangs longer loses these copies
@@ -79,7 +78,7 @@ class Manager:
         self._open_wait_seconds = open_wait_seconds
         # Reads from a tier have threads of their own: they must not queue behind a source that hangs.
         self._tier_threads = CallThreads(threads, clock)
-        self._copies: LRU[FileKey, OpenCopy] = LRU(MAX_DESCRIPTORS)
+        self._copies: LRU[FileKey, OpenCopy] = LRU(kept_open())
         self._fills: dict[FileKey, Fill] = {}
         self._users: dict[FileKey, int] = {}
         self._unopened: dict[FileKey, float] = {}  # read without being open, and when last

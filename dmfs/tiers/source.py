@@ -13,12 +13,11 @@ from collections.abc import Callable
 
 from dmfs.errors import StaleFile
 from dmfs.metrics import Metrics
-from dmfs.tiers.descriptors import LRU, Descriptor, SourceDescriptor
+from dmfs.tiers.descriptors import LRU, Descriptor, SourceDescriptor, kept_open
 from dmfs.tiers.pending import Pending
 from dmfs.tiers.threads import CallThreads
 from dmfs.types import Attributes, Clock, DataFile, DirEntry, FileKey, VersionFrom, pack_attributes, unpack_attributes
 
-MAX_DESCRIPTORS = 1024  # source files kept open between reads; more are opened again when they are needed
 LISTING_BATCH = 1024  # entries handed over at once while a directory is being read
 
 # A path that was right when it was looked up and now leads elsewhere: the caller's picture is old, the source is well.
@@ -54,7 +53,7 @@ class Source:
         self._opening: dict[FileKey, Pending] = {}
         self._version_from = version_from
         self._root = Descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        self._descriptors: LRU[FileKey, Descriptor] = LRU(MAX_DESCRIPTORS)
+        self._descriptors: LRU[FileKey, Descriptor] = LRU(kept_open())
         self._noatime = os.O_NOATIME
 
     # ---- metadata

@@ -2,12 +2,13 @@
 
 import gc
 import os
+import resource
 from pathlib import Path
 
 import pytest
 import trio
 
-from dmfs.tiers.descriptors import LRU, Descriptor, SourceDescriptor
+from dmfs.tiers.descriptors import LRU, MAX_KEPT, Descriptor, SourceDescriptor, kept_open
 from tests.operations.harness import until
 
 
@@ -75,3 +76,11 @@ def test_descriptor_of_the_source_is_closed_without_a_thread(fd: int, monkeypatc
     descriptor = SourceDescriptor(fd)
     del descriptor
     assert not is_open(fd)
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1024, 128), (4096, 512), (1 << 20, MAX_KEPT), (-1, MAX_KEPT)])
+def test_no_more_are_kept_than_a_share_of_what_the_process_may_have(
+    monkeypatch: pytest.MonkeyPatch, limit: int, kept: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
+    assert kept_open() == kept
