@@ -31,6 +31,7 @@ from dmfs.fuse.operations import Operations
 from dmfs.fuse.passthrough import Probe
 from dmfs.fuse.portable import PortableSession
 from dmfs.fuse.ttl import MetadataTtl
+from dmfs.fuse.warming import Warmer
 from dmfs.log import ErrorLog, setup
 from dmfs.metrics import Metrics
 from dmfs.tiers.folder import open_folder
@@ -164,7 +165,17 @@ class Daemon:
                 await nursery.start(session.run)
                 await trio.to_thread.run_sync(self._tune)
                 # Not before the mount answers: who can ask for the status can use the mount.
-                await services.start(partial(control.serve, control_socket, status=self.status, stop=self._stop))
+                warmer = Warmer(operations, self._kernel, self._metrics.pushes)
+                await services.start(
+                    partial(
+                        control.serve,
+                        control_socket,
+                        status=self.status,
+                        stop=self._stop,
+                        warm=warmer.warm,
+                        surprised=self._surprised,
+                    )
+                )
                 self.state = "mounted"
                 logger.info("%s is mounted at %s", config.source, config.mountpoint)
                 on_ready()
@@ -191,6 +202,10 @@ class Daemon:
         """
         self._is_forced = self._is_forced or force
         self._session.cancel()
+
+    def _surprised(self, doing: str, exc: Exception) -> None:
+        self._metrics.surprises += 1
+        self._errors.add(f"fault in {doing}", exc)
 
     def _is_in_mount_table(self) -> bool:
         mount = mounting.find_mount(self.config.mountpoint)

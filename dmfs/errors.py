@@ -101,3 +101,9 @@ class DaemonUnresponsive(UserError):
     """The daemon did not answer, or did not end, within its time."""
 
     exit_code = 10
+
+
+class PathError(UserError):
+    """A path given to `dmfs warm` is not in the mount, or does not exist."""
+
+    exit_code = 11

@@ -97,3 +97,7 @@ class WarmProgress:
     no_memory: int = 0
     failures: int = 0
     failed: list[tuple[str, str]] = field(default_factory=list)
+
+    def numbers(self) -> dict[str, int]:
+        """All but `failed`, by name."""
+        return {name: value for name, value in asdict(self).items() if name != "failed"}

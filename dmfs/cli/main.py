@@ -1,6 +1,6 @@
 """The command `dmfs`: loads the module of the command that is used, and turns errors into sentences and exit codes.
 
-The commands themselves are in mount.py, umount.py and status.py.
+The commands themselves are in mount.py, umount.py, status.py and warm.py.
 """
 
 import importlib
@@ -19,6 +19,7 @@ _COMMANDS = {
     "mount": "Mount a dataset directory.",
     "umount": "Unmount, and wait until the daemon is gone.",
     "status": "Show what is mounted and what it does.",
+    "warm": "Copy files to the local disks before they are asked for.",
 }
 
 
@@ -48,6 +49,7 @@ def cli() -> None:
     Examples:
       dmfs mount /lustre/imagenet /tmp/imagenet --cache /nvme:80%
       dmfs status /tmp/imagenet
+      dmfs warm /tmp/imagenet val
       dmfs umount /tmp/imagenet
 
     Exit codes: 0 well, 1 fault, 2 wrong usage; docs/configuration.md has the

@@ -1,6 +1,10 @@
-"""Paths that a user names: the real path of a mountpoint, found without touching what is mounted there."""
+"""Paths that a user names: the real path of a mountpoint and its daemon, found without touching the mount."""
 
 import os
+import shlex
+
+from dmfs import runtime
+from dmfs.errors import NotMounted
 
 _MAX_LINKS = 40  # symlinks followed, as many as the kernel follows
 
@@ -20,6 +24,22 @@ def real_mountpoint(path: str) -> str:
             break
         path = os.path.normpath(os.path.join(os.path.dirname(path), target))
     return path
+
+
+def find_daemon(path: str) -> runtime.MountRecord:
+    """The record of the daemon of a mountpoint, given by its real path. Raises NotMounted."""
+    record = runtime.find(path)
+    if record is not None:
+        return record
+    from dmfs.fuse import mounting  # for this sentence only
+
+    found = mounting.find_mount(path)
+    if found is not None and found.fs_type == "fuse.dmfs":
+        raise NotMounted(
+            f"{path} is a mount of dmfs, but no daemon of this user serves it: "
+            f"unmount it with: dmfs umount {shlex.quote(path)}"
+        )
+    raise NotMounted(f"{path} is not mounted by dmfs: dmfs status lists the mounts of this user")
 
 
 def is_inside(path: str, folder: str) -> bool:

@@ -4,7 +4,6 @@ Light on purpose: rich is loaded by table.py for a table alone, and nothing here
 """
 
 import json
-import shlex
 import threading
 from typing import Any
 
@@ -12,8 +11,8 @@ import click
 
 from dmfs import runtime
 from dmfs.cli import client
-from dmfs.cli.paths import real_mountpoint
-from dmfs.errors import DaemonUnresponsive, NotMounted
+from dmfs.cli.paths import find_daemon, real_mountpoint
+from dmfs.errors import DaemonUnresponsive
 
 ANSWER_TIMEOUT = (
     1.5  # seconds for one daemon; all are asked at the same time, and the whole command is to take under two
@@ -36,14 +35,7 @@ def command(mountpoint: str | None, as_json: bool) -> None:
       dmfs status
       dmfs status /tmp/imagenet --json
     """
-    if mountpoint is None:
-        answers = _ask_all(runtime.records())
-    else:
-        path = real_mountpoint(mountpoint)
-        record = runtime.find(path)
-        if record is None:
-            raise NotMounted(_describe_missing(path))
-        answers = [_ask(record)]
+    answers = _ask_all(runtime.records()) if mountpoint is None else [_ask(find_daemon(real_mountpoint(mountpoint)))]
     if as_json:
         click.echo(json.dumps(answers if mountpoint is None else answers[0], indent=2))
     elif not answers:
@@ -79,15 +71,3 @@ def _ask_all(records: list[runtime.MountRecord]) -> list[dict[str, Any]]:
     for thread in threads:
         thread.join()
     return [answers[record.mountpoint] for record in records if record.mountpoint in answers]
-
-
-def _describe_missing(path: str) -> str:
-    from dmfs.fuse import mounting  # for this sentence only
-
-    found = mounting.find_mount(path)
-    if found is not None and found.fs_type == "fuse.dmfs":
-        return (
-            f"{path} is a mount of dmfs, but no daemon of this user serves it: "
-            f"unmount it with: dmfs umount {shlex.quote(path)}"
-        )
-    return f"{path} is not mounted by dmfs: dmfs status lists the mounts of this user"
