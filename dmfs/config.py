@@ -148,6 +148,11 @@ class MountConfig(BaseModel):
         "at least 60 s, at most 1 h",
     )
     allow_other: bool = Field(default=False, description="let other users, root included, use the mount")
+    user: str | None = Field(
+        default=None,
+        min_length=1,
+        description="for root: the user whom the mount is for, and who its daemon becomes; none: the one who mounts",
+    )
     dataset_id: str | None = Field(
         default=None, min_length=1, description="what names the dataset in the cache; none: the real path of the source"
     )

@@ -421,9 +421,9 @@ def test_readahead(mountpoint: str) -> None:
     serve(mountpoint)
     found = mounting.find_mount(mountpoint)
     assert found is not None
-    assert mounting.set_readahead(found.device, 512)
+    assert mounting.set_readahead(mountpoint, 512)
     assert Path(f"/sys/class/bdi/{found.device}/read_ahead_kb").read_text() == "512\n"
-    assert not mounting.set_readahead("9999:9999", 512)
+    assert not mounting.set_readahead(f"{mountpoint}/missing", 512)
 
 
 def test_is_dead(mountpoint: str) -> None:

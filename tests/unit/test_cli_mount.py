@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import dmfs
-from dmfs import runtime
+from dmfs import privileges, runtime
 from dmfs.cli import checks, launch, main
 from dmfs.config import MountConfig
 from dmfs.errors import (
@@ -283,12 +283,13 @@ class TestFuseChecks:
             mounting.check_available(allow_other=False)
 
     def test_as_root(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(os, "geteuid", lambda: 0)
+        monkeypatch.setattr(privileges, "has_sys_admin", lambda: True)
         monkeypatch.setenv("PATH", "")
         mounting.check_available(allow_other=True)
 
     def test_as_a_user(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        monkeypatch.setattr(privileges, "has_sys_admin", lambda: False)
         monkeypatch.setenv("PATH", "")
         with pytest.raises(FuseUnavailable, match=r"^fusermount3 is not installed: install the package fuse3"):
             mounting.check_available(allow_other=False)
@@ -354,7 +355,9 @@ class TestLaunch:
             script.write_text(FAKE_DAEMON.format(python=PYTHON, body=body))
             script.chmod(0o755)
             monkeypatch.setattr(sys, "executable", str(script))
-            return launch.start(MountConfig.model_validate({"source": "/s", "mountpoint": "/mnt/dm", **settings}))
+            return launch.start(
+                MountConfig.model_validate({"source": "/s", "mountpoint": "/mnt/dm", **settings}), os.environ
+            )
 
         return start
 

@@ -157,6 +157,7 @@ class TestPrecedence:
             "DMFS_IMMUTABLE": "true",
             "DMFS_METADATA_TTL": "0.5",
             "DMFS_ALLOW_OTHER": "1",
+            "DMFS_USER": "nobody",
             "DMFS_DATASET_ID": "imagenet",
             "DMFS_VERSION_FROM": "mtime",
             "DMFS_FRONT_END": "pyfuse3",
