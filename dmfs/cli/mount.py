@@ -98,7 +98,7 @@ def _become(name: str, where: str) -> None:
     try:
         privileges.become(privileges.find_account(name))
         is_enough = privileges.has_sys_admin()
-    except PermissionError:
+    except OSError:
         is_enough = False
     if not is_enough:
         raise FuseUnavailable(

@@ -200,6 +200,7 @@ def test_root_sees_and_unmounts_it(dataset: Path, dmfs_mount: MountFactory) -> N
     mount.start()
     mount.send_signal(signal.SIGSTOP)
     mount.umount("--force")
+    assert str(mount.view) not in dmfs_as_user("status", "--json").stdout
 
 
 def test_killed_and_mounted_again(dataset: Path, dmfs_mount: MountFactory) -> None:
