@@ -11,6 +11,7 @@ None of it survives an exec: a child gets what a program of that user gets. The 
 process nor dump its memory.
 """
 
+import codecs
 import contextlib
 import ctypes
 import os
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 CAP_SYS_ADMIN = 21
+_LATE_CODECS = ("ascii", "idna")  # what Python loads at first use, perhaps from a folder that is root's alone
 _PR_SET_KEEPCAPS = 8
 _VERSION_3 = 0x20080522  # _LINUX_CAPABILITY_VERSION_3: 64 bits in two halves
 
@@ -91,6 +93,8 @@ def become(account: Account) -> None:
     Raises:
         OSError: this root may not do that, as in some containers; part of it may have been done.
     """
+    for codec in _LATE_CODECS:
+        codecs.lookup(codec)
     permitted = _read().permitted
     groups = os.getgrouplist(account.name, account.gid)
     _set_keepcaps(True)

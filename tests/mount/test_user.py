@@ -29,7 +29,7 @@ SIZES = [5, 300_000, 9 * MiB + 1]
 
 # What a test has a user do comes after the imports: this Python may be in a folder that is root's alone.
 AS_USER = f"""
-import encodings.idna, json, multiprocessing, os, select, sys
+import encodings.ascii, encodings.idna, json, multiprocessing, os, select, sys
 from pathlib import Path
 from dmfs.cli import bounded, checks, client, launch, main, mount, owners, status, umount
 from scripts import slowfs
