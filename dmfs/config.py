@@ -239,7 +239,8 @@ def default_cache(environ: Mapping[str, str]) -> CacheConfig:
             reasons.append(f"{name} {reason}")
             continue
         own = os.stat(disks.existing_parent(base)).st_uid == os.getuid()
-        path = os.path.join(os.path.realpath(base), "dmfs" if own else f"dmfs-{os.getuid()}")
+        # Not dmfs-UID: in /tmp that is the runtime directory.
+        path = os.path.join(os.path.realpath(base), "dmfs" if own else f"dmfs-cache-{os.getuid()}")
         size = _remembered_size(path) or disks.room(path).free // 2
         if size >= LEAST_CACHE:
             return CacheConfig(path=path, size=Size.parse(size))

@@ -212,6 +212,8 @@ def _check_caches(caches: tuple[CacheConfig, ...], source: str, mountpoint: str,
             )
         if is_inside(cache.path, source):
             raise CacheError(f"the cache {cache.path} is inside the source {source}: put it on a local disk")
+        if cache.path in map(os.path.realpath, runtime.folders()):
+            raise CacheError(f"the cache {cache.path} is the runtime directory of dmfs: give a folder of its own")
         if cache.path in (other.path for other in caches[:index]):
             raise CacheError(f"the cache {cache.path} is named twice: name each folder once")
         network = disks.is_network_file_system(cache.path)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from dmfs import disks
 from dmfs.fuse import mounting
 from tests.support.files import MiB, content, make_files
 from tests.support.mounts import REPOSITORY, DmfsMount, MountFactory, dmfs_command, is_mounted, why_no_mounts
@@ -167,6 +168,19 @@ def test_all_that_is_made_is_the_users_alone(dataset: Path, dmfs_mount: MountFac
         st = path.lstat()
         assert (st.st_uid, st.st_gid) == (USER.pw_uid, USER.pw_gid), path
         assert stat.S_IMODE(st.st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_default_cache_is_the_users(dataset: Path, folder: Path, dmfs_mount: MountFactory) -> None:
+    if disks.file_system(str(folder)).kind != "disk":
+        pytest.skip("no local disk here that a default cache could be on")
+    shared = folder / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    mount = dmfs_mount(dataset, user=USER.pw_name, caches=[], env={"TMPDIR": str(shared)})
+    (tier,) = mount.status()["tiers"]
+    assert tier["path"] == f"{shared}/dmfs-cache-{USER.pw_uid}"
+    assert read_as_user(mount.view) == WHOLE
+    assert {path.lstat().st_uid for path in Path(tier["path"]).rglob("*")} == {USER.pw_uid}
 
 
 def test_user_has_the_usual_commands(dataset: Path, dmfs_mount: MountFactory) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import dmfs
-from dmfs import privileges, runtime
+from dmfs import disks, privileges, runtime
 from dmfs.cli import checks, launch, main
 from dmfs.config import MountConfig
 from dmfs.errors import (
@@ -267,6 +267,23 @@ class TestChecks:
         monkeypatch.setattr(mounting, "check_available", missing)
         with pytest.raises(FuseUnavailable, match=r"^no FUSE$"):
             tree.check()
+
+
+class TestRuntimeDirectory:
+    def test_is_no_cache(self, tree: Tree) -> None:
+        """Daemons hold a lock on it, so that a tier there would wait for itself."""
+        path = runtime.runtime_dir()
+        with pytest.raises(CacheError, match=f"^the cache {path} is the runtime directory of dmfs: give a folder"):
+            tree.check(cache=[{"path": path}])
+
+    @pytest.mark.skipif(disks.file_system("/tmp").kind != "disk", reason="/tmp is not on a disk")
+    def test_is_not_the_default_cache(self, tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        cache = tree.check(cache=[], environ={"TMPDIR": "/tmp"}).config.cache[0].path
+        assert cache == "/tmp/dmfs-cache-12345"
+        assert cache not in runtime.folders()
 
 
 class TestFuseChecks:

@@ -441,7 +441,7 @@ class TestDefaultCache:
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
     def test_shared_directory_gets_a_folder_of_ones_own(self, tmp_path: Path) -> None:
         os.chown(tmp_path, 12345, 12345)
-        assert config.default_cache({"TMPDIR": str(tmp_path)}).path == f"{tmp_path}/dmfs-0"
+        assert config.default_cache({"TMPDIR": str(tmp_path)}).path == f"{tmp_path}/dmfs-cache-0"
 
     def test_nothing_is_made(self, tmp_path: Path) -> None:
         config.default_cache({"HOME": str(tmp_path)})
