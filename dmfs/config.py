@@ -148,6 +148,11 @@ class MountConfig(BaseModel):
         "at least 60 s, at most 1 h",
     )
     allow_other: bool = Field(default=False, description="let other users, root included, use the mount")
+    user: str | None = Field(
+        default=None,
+        min_length=1,
+        description="for root: the user whom the mount is for, and who its daemon becomes; none: the one who mounts",
+    )
     dataset_id: str | None = Field(
         default=None, min_length=1, description="what names the dataset in the cache; none: the real path of the source"
     )
@@ -234,7 +239,8 @@ def default_cache(environ: Mapping[str, str]) -> CacheConfig:
             reasons.append(f"{name} {reason}")
             continue
         own = os.stat(disks.existing_parent(base)).st_uid == os.getuid()
-        path = os.path.join(os.path.realpath(base), "dmfs" if own else f"dmfs-{os.getuid()}")
+        # Not dmfs-UID: in /tmp that is the runtime directory.
+        path = os.path.join(os.path.realpath(base), "dmfs" if own else f"dmfs-cache-{os.getuid()}")
         size = _remembered_size(path) or disks.room(path).free // 2
         if size >= LEAST_CACHE:
             return CacheConfig(path=path, size=Size.parse(size))

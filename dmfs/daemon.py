@@ -15,13 +15,13 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import trio
 
-from dmfs import __version__, control, disks, runtime
+from dmfs import __version__, control, disks, privileges, runtime
 from dmfs.config import CacheConfig, MountConfig
 from dmfs.errors import SourceError, UserError
 from dmfs.fuse import mounting
@@ -62,8 +62,12 @@ class Daemon:
         self.state = "starting"
         self._clock = Clock()
         self._started = self._clock.monotonic()
+        self._fsname = f"dmfs:{config.source}"
+        self._device: int | None = None  # the connection to the kernel, until the session has it
+        self._has_mounted = False
         self._metrics = Metrics()
         self._errors = ErrorLog()
+        self._user = privileges.account_of(os.geteuid(), os.getegid()).name
         self._dataset_id = config.dataset_id or config.source
         self._source = _open_source(config, self._metrics, self._clock)
         self._stores = [self._open_store(cache) for cache in config.cache]
@@ -103,18 +107,55 @@ class Daemon:
 
     async def run(self, control_socket: str, on_ready: Callable[[], None]) -> None:
         """Mount, call `on_ready` once the mount answers, and serve until it is unmounted."""
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals, self._mounted():
             async with trio.open_nursery() as services:
                 await services.start(self._manager.run)
                 services.start_soon(self._stop_on_signal, signals)
                 with self._session:
-                    self._operations = await self._build_operations(services)
-                    await self._serve(self._operations, services, control_socket, on_ready)
+                    try:
+                        self._operations = await self._build_operations(services)
+                        await self._serve(self._operations, services, control_socket, on_ready)
+                    finally:
+                        self._unmount()
                 self.state = "unmounting"
                 if not self._is_forced:
                     await self._manager.drain()
                 services.cancel_scope.cancel()
         self._manager.shut_down()
+
+    @contextlib.contextmanager
+    def _mounted(self) -> Iterator[None]:
+        """Mount, for the front end that does not do so itself; nothing is mounted after the block.
+
+        It comes before anything that starts a thread, which would keep what only mounting needs of root's power.
+        """
+        config = self.config
+        if config.front_end == "kernel":
+            self._device = mounting.mount(
+                config.mountpoint,
+                fsname=self._fsname,
+                allow_other=config.allow_other,
+                readahead_kib=config.readahead // KiB,
+            )
+            self._has_mounted = True
+        try:
+            if config.user is not None:
+                privileges.settle()
+            yield
+        finally:
+            self._unmount()
+
+    def _unmount(self) -> None:
+        """Once: what is mounted there afterwards may be somebody else's."""
+        if not self._has_mounted:
+            return
+        self._has_mounted = False
+        if self._device is not None:
+            os.close(self._device)
+            self._device = None
+        with contextlib.suppress(OSError, UserError):
+            if self._is_in_mount_table():
+                mounting.unmount(self.config.mountpoint, lazy=True)
 
     async def _build_operations(self, services: trio.Nursery) -> Operations:
         config = self.config
@@ -143,51 +184,37 @@ class Daemon:
     async def _serve(
         self, operations: Operations, services: trio.Nursery, control_socket: str, on_ready: Callable[[], None]
     ) -> None:
-        """Mount, and serve until unmounted or stopped; nothing is mounted afterwards."""
+        """Serve until unmounted or stopped."""
         config = self.config
-        fsname = f"dmfs:{config.source}"
         session: KernelSession | PortableSession
-        if config.front_end == "pyfuse3":
+        if self._device is None:
+            self._has_mounted = True
             session = PortableSession(
-                operations, mountpoint=config.mountpoint, fsname=fsname, allow_other=config.allow_other
+                operations, mountpoint=config.mountpoint, fsname=self._fsname, allow_other=config.allow_other
             )
         else:
             session = self._kernel = KernelSession(
-                mounting.mount(config.mountpoint, fsname=fsname, allow_other=config.allow_other),
-                operations,
-                io=config.io,
-                probes=self._probes,
-                readahead=config.readahead,
+                self._device, operations, io=config.io, probes=self._probes, readahead=config.readahead
             )
-            self._probes = []
-        try:
-            async with trio.open_nursery() as nursery:
-                await nursery.start(session.run)
-                await trio.to_thread.run_sync(self._tune)
-                # Not before the mount answers: who can ask for the status can use the mount.
-                warmer = Warmer(operations, self._kernel, self._metrics.pushes)
-                await services.start(
-                    partial(
-                        control.serve,
-                        control_socket,
-                        status=self.status,
-                        stop=self._stop,
-                        warm=warmer.warm,
-                        surprised=self._surprised,
-                    )
+            self._device, self._probes = None, []
+        async with trio.open_nursery() as nursery:
+            await nursery.start(session.run)
+            if config.front_end == "pyfuse3":  # libfuse has mounted only now
+                mounting.set_readahead(config.mountpoint, config.readahead // KiB)
+            # Not before the mount answers: who can ask for the status can use the mount.
+            await services.start(
+                partial(
+                    control.serve,
+                    control_socket,
+                    status=self.status,
+                    stop=self._stop,
+                    warm=Warmer(operations, self._kernel, self._metrics.pushes).warm,
+                    surprised=self._surprised,
                 )
-                self.state = "mounted"
-                logger.info("%s is mounted at %s", config.source, config.mountpoint)
-                on_ready()
-        finally:
-            with contextlib.suppress(OSError, UserError):
-                if self._is_in_mount_table():
-                    mounting.unmount(config.mountpoint, lazy=True)
-
-    def _tune(self) -> None:
-        mount = mounting.find_mount(self.config.mountpoint)
-        if mount is not None:
-            mounting.set_readahead(mount.device, self.config.readahead // KiB)
+            )
+            self.state = "mounted"
+            logger.info("%s is mounted at %s", config.source, config.mountpoint)
+            on_ready()
 
     async def _stop_on_signal(self, signals: Any) -> None:
         async for number in signals:
@@ -230,6 +257,7 @@ class Daemon:
             "io_mode_reason": io_mode.reason,
             "version": __version__,
             "pid": os.getpid(),
+            "user": self._user,
             "uptime_s": round(self._clock.monotonic() - self._started, 3),
             "tiers": [store.statistics() for store in self._stores],
             "served": {
@@ -343,6 +371,8 @@ def main() -> None:
             os.close(null)
 
     try:
+        if config.user is not None:
+            privileges.become(privileges.find_account(config.user))
         run(config, on_ready=say_ready)
     except UserError as exc:
         logger.error("%s", exc)

@@ -84,7 +84,7 @@ def runtime_dir() -> str:
     Raises:
         UserError: it cannot be made, or is not a directory that belongs to this user alone.
     """
-    path = _folders()[0]
+    path = folders()[0]
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
@@ -113,7 +113,7 @@ def _fallback() -> str:
     return f"/tmp/dmfs-{os.geteuid()}"
 
 
-def _folders() -> list[str]:
+def folders() -> list[str]:
     """Where mounts of this user may be recorded; new ones go into the first."""
     xdg = os.environ.get("XDG_RUNTIME_DIR", "")
     if not xdg.startswith("/") or not _is_own(xdg):
@@ -188,7 +188,7 @@ def _taken(mountpoint: str, record: MountRecord | None) -> MountpointError:
 def records() -> list[MountRecord]:
     """The mounts of this user whose daemons live, oldest first. What dead ones left is cleared away."""
     found = []
-    for folder in _folders():
+    for folder in folders():
         if not _is_own(folder):
             continue
         for name in os.listdir(folder):
@@ -201,7 +201,7 @@ def records() -> list[MountRecord]:
 
 def find(mountpoint: str) -> MountRecord | None:
     """The record of the living daemon of a mountpoint (absolute real path), None if there is none."""
-    for folder in _folders():
+    for folder in folders():
         if _is_own(folder):
             record = _look(os.path.join(folder, _name(mountpoint)))
             if record is not None:

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dmfs import disks, runtime
+from dmfs import disks, privileges, runtime
 from dmfs.cli import bounded
 from dmfs.cli.paths import is_inside, real_mountpoint
 from dmfs.config import CacheConfig, MountConfig, default_cache
@@ -49,6 +49,8 @@ def check(config: MountConfig, environ: Mapping[str, str], *, mend: bool = True)
     _check_apart(source, mountpoint)
     if not notes or mend:
         _check_mountpoint(mountpoint)
+    if config.user is not None:
+        _check_led_astray(config.mountpoint, mountpoint)
 
     is_default = not config.cache
     caches = (default_cache(environ),) if is_default else tuple(_look_at_cache(cache) for cache in config.cache)
@@ -160,9 +162,17 @@ def _unfit_mountpoint(path: str) -> str | None:
     with os.scandir(path) as names:
         if next(names, None) is not None:
             return "is not empty, and a mount would hide what is in it: mount on an empty directory"
-    if os.geteuid() != 0 and not os.access(path, os.W_OK):
+    if os.geteuid() != 0 and not privileges.has_sys_admin() and not os.access(path, os.W_OK):
         return "is not writable by this user, which fusermount3 asks for: mount on a directory of your own"
     return None
+
+
+def _check_led_astray(given: str, real: str) -> None:
+    """Root names a mountpoint for a user, who must not send him elsewhere by a symbolic link of his own."""
+    if os.path.abspath(given) != real and not os.access(real, os.W_OK):
+        raise MountpointError(
+            f"the mountpoint {given} is {real}, where this user may not write: name that path itself if it is meant"
+        )
 
 
 def _look_at_cache(cache: CacheConfig) -> CacheConfig:
@@ -202,6 +212,8 @@ def _check_caches(caches: tuple[CacheConfig, ...], source: str, mountpoint: str,
             )
         if is_inside(cache.path, source):
             raise CacheError(f"the cache {cache.path} is inside the source {source}: put it on a local disk")
+        if cache.path in map(os.path.realpath, runtime.folders()):
+            raise CacheError(f"the cache {cache.path} is the runtime directory of dmfs: give a folder of its own")
         if cache.path in (other.path for other in caches[:index]):
             raise CacheError(f"the cache {cache.path} is named twice: name each folder once")
         network = disks.is_network_file_system(cache.path)
@@ -231,6 +243,10 @@ def _check_fuse(config: MountConfig, notes: list[str]) -> None:
         raise ConfigError(
             f"the front end pyfuse3 has no {config.io} mode: "
             f"leave out --io {config.io}, or mount with --front-end kernel"
+        )
+    if config.front_end == "pyfuse3" and config.user is not None:
+        raise ConfigError(
+            "the front end pyfuse3 cannot mount for another user: leave out --user, or mount with --front-end kernel"
         )
     if config.front_end == "pyfuse3" and importlib.util.find_spec("pyfuse3") is None:
         raise FuseUnavailable(

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import IO
 
 import dmfs
+from dmfs import privileges
 from dmfs.config import MountConfig
 from dmfs.errors import ConfigError, DaemonUnresponsive, UserError
 from dmfs.fuse import mounting
@@ -25,8 +27,12 @@ _MAX_WORDS = 4096  # bytes looked at of what a dead daemon said
 _PART = 65536  # bytes
 
 
-def start(config: MountConfig) -> int:
+def start(config: MountConfig, environ: Mapping[str, str]) -> int:
     """Start the daemon and return its pid once it has said that it is ready.
+
+    Args:
+        environ: for the daemon. Where root mounts for a user it must be root's still: the daemon starts as root, and
+            would run what that user's PYTHONPATH or home directory has in store for Python.
 
     Raises:
         UserError: what the daemon said instead, or that it died.
@@ -35,7 +41,7 @@ def start(config: MountConfig) -> int:
     """
     with _open_output(config.log_file) as output:
         begin = output.seek(0, os.SEEK_END)
-        process, ready = _spawn(config, output)
+        process, ready = _spawn(config, environ, output)
         try:
             with open(ready, "rb", buffering=0):
                 line = _read_line(ready, process.pid)
@@ -58,21 +64,27 @@ def _open_output(log_file: str | None) -> IO[bytes]:
         raise ConfigError(f"the log file {log_file} cannot be opened: {exc.strerror}") from exc
 
 
-def _spawn(config: MountConfig, output: IO[bytes]) -> tuple["subprocess.Popen[bytes]", int]:
+def _spawn(config: MountConfig, environ: Mapping[str, str], output: IO[bytes]) -> tuple["subprocess.Popen[bytes]", int]:
     """The daemon's process, its configuration written, and the descriptor on which it will say that it is ready."""
     config_read, config_write = os.pipe()
     ready_read, ready_write = os.pipe()
+    root = None if config.user is None else 0  # we have become that user; the daemon does it in its own time
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dmfs.daemon", "--config-fd", str(config_read), "--ready-fd", str(ready_write)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=(config_read, ready_write),
-            # -m looks for modules here first: not in the user's directory, which may have a select.py.
-            cwd=os.path.dirname(os.path.dirname(os.path.abspath(dmfs.__file__))),
-            start_new_session=True,
-        )
+        with privileges.raised():
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dmfs.daemon", "--config-fd", str(config_read), "--ready-fd", str(ready_write)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(config_read, ready_write),
+                # -m looks for modules here first: not in the user's directory, which may have a select.py.
+                cwd=os.path.dirname(os.path.dirname(os.path.abspath(dmfs.__file__))),
+                env=environ,
+                start_new_session=True,
+                user=root,
+                group=root,
+                extra_groups=None if root is None else [],
+            )
     finally:
         os.close(config_read)
         os.close(ready_write)
@@ -123,7 +135,8 @@ def _last_words(process: "subprocess.Popen[bytes]", output: IO[bytes], begin: in
 def _end(process: "subprocess.Popen[bytes]", mountpoint: str) -> None:
     """End the daemon, and the mount it may leave behind."""
     for stop in (process.terminate, process.kill):
-        stop()
+        with privileges.raised():  # it may be root's still
+            stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=_END_TIMEOUT)
             break

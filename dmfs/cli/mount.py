@@ -4,10 +4,11 @@ import os
 
 import click
 
-from dmfs import disks
+from dmfs import disks, privileges
 from dmfs.cli import checks, launch, settings
 from dmfs.cli.output import amount, note, printable
 from dmfs.config import CacheConfig, MountConfig, remember_size
+from dmfs.errors import ConfigError, FuseUnavailable
 
 
 @click.command("mount", context_settings={"show_default": False})
@@ -23,6 +24,9 @@ from dmfs.config import CacheConfig, MountConfig, remember_size
 @click.option("--immutable/--no-immutable", default=None, help="The source never changes: look at nothing twice.")
 @click.option("--metadata-ttl", metavar="S", help="Seconds for which attributes and listings are believed.")
 @click.option("--allow-other/--no-allow-other", default=None, help="Let other users, root included, use the mount.")
+@click.option(
+    "--user", metavar="NAME", help="Root mounts for this user; the daemon becomes NAME and may do no more than NAME."
+)
 @click.option("--dataset-id", metavar="ID", help="Name of the dataset in the cache, in place of the source's path.")
 @click.option("--front-end", type=click.Choice(["kernel", "pyfuse3"]), help="What speaks FUSE.")
 @click.option(
@@ -51,6 +55,8 @@ def command(foreground: bool, dry_run: bool, config_file: str | None, **flags: o
           --cache /nvme/dmfs:80% --cache /ssd/dmfs:500GiB
       # a dataset that is never written to again
       dmfs mount /lustre/imagenet /tmp/imagenet --immutable
+      # as root, for a user whose source does not trust root
+      dmfs mount /lustre/imagenet /tmp/imagenet --user alice
       # what would happen
       dmfs mount /lustre/imagenet /tmp/imagenet --dry-run
 
@@ -59,7 +65,12 @@ def command(foreground: bool, dry_run: bool, config_file: str | None, **flags: o
     """
     if flags["source"] is not None and flags["mountpoint"] is None:
         raise click.UsageError("give both SOURCE and MOUNTPOINT")
-    gathered = settings.load_settings(flags, config_file=config_file, environ=os.environ)
+    if foreground:
+        from dmfs import daemon  # trio and all of dmfs; in the background the daemon's process loads them
+    environ = dict(os.environ)
+    gathered = settings.load_settings(flags, config_file=config_file, environ=environ)
+    if gathered.config.user is not None:
+        _become(gathered.config.user, gathered.origins["user"])
     checked = checks.check(gathered.config, os.environ, mend=not dry_run)
     for sentence in checked.notes:
         note(sentence)
@@ -72,12 +83,28 @@ def command(foreground: bool, dry_run: bool, config_file: str | None, **flags: o
             if cache.size is not None:
                 remember_size(cache.path, cache.size.resolve(0))
     if foreground:
-        from dmfs import daemon  # trio and all of dmfs; in the background the daemon's process loads them
-
         daemon.run(config)
         return
-    pid = launch.start(config)
+    pid = launch.start(config, environ)
     click.echo(f"dmfs: {printable(config.source)} is mounted at {printable(config.mountpoint)} (pid {pid})")
+
+
+def _become(name: str, where: str) -> None:
+    """Go on as the user whom the mount is for: what he may not read or write is no use to his daemon either."""
+    if os.geteuid() != 0:
+        raise ConfigError(
+            f"{where}: only root can mount for the user {name}: leave it out, or run the command as root (sudo)"
+        )
+    try:
+        privileges.become(privileges.find_account(name))
+        is_enough = privileges.has_sys_admin()
+    except OSError:
+        is_enough = False
+    if not is_enough:
+        raise FuseUnavailable(
+            f"{where}: this root may not mount for the user {name}: "
+            "it lacks one of the capabilities SYS_ADMIN, SETUID and SETGID, as in a container"
+        )
 
 
 def _print_plan(checked: checks.Checked, origins: dict[str, str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
+from dmfs import privileges
 from dmfs.config import CacheConfig, MountConfig, Size, split_cache
 from dmfs.errors import ConfigError
 from dmfs.types import MiB
@@ -26,6 +27,7 @@ FLAGS = {
     "immutable": "--immutable",
     "metadata_ttl": "--metadata-ttl",
     "allow_other": "--allow-other",
+    "user": "--user",
     "dataset_id": "--dataset-id",
     "front_end": "--front-end",
     "io": "--io",
@@ -55,15 +57,15 @@ class Settings(NamedTuple):
     origins: dict[str, str]
 
 
-def _from_cache(value: object, base: str) -> object:
+def _from_cache(value: object, base: str, home: str) -> object:
     """An item of `cache` as a mapping with an absolute path, as far as it can be one."""
     item = split_cache(value) if isinstance(value, str) else value
     if not isinstance(item, dict):
         raise ValueError("it should be PATH or PATH:SIZE")
-    return {**item, "path": _join(base, item["path"])} if "path" in item else item
+    return {**item, "path": _join(base, item["path"], home)} if "path" in item else item
 
 
-def _join(base: str, path: object) -> object:
+def _join(base: str, path: object, home: str) -> object:
     if not isinstance(path, str):
         return path
     if not path or "\0" in path:
@@ -73,30 +75,41 @@ def _join(base: str, path: object) -> object:
     except UnicodeEncodeError:
         raise ValueError("it should be a path in UTF-8") from None
     if path == "~" or path.startswith("~/"):
-        path = os.path.expanduser(path)
+        path = home + path[1:]
     return os.path.join(base, path)  # no normpath: "link/.." is not "."
 
 
 _PATHS = ("source", "mountpoint", "log_file")
 
 
-def _prepare(name: str, given: Value, base: str) -> object:
+def _prepare(name: str, given: Value, base: str, home: str) -> object:
     """What the model is to validate: paths absolute, caches as mappings. Raises ConfigError."""
     item: object = given.value
     where = given.origins[0]
     try:
         if name in _PATHS:
-            return _join(base, item)
+            return _join(base, item, home)
         if name != "cache":
             return item
         if not isinstance(item, Sequence) or isinstance(item, str):
             raise ValueError("it should be a list of PATH or PATH:SIZE")
         caches = []
         for where, item in zip(given.origins[1:], list(item), strict=True):  # noqa: B007, B020 - a refusal names them
-            caches.append(_from_cache(item, base))
+            caches.append(_from_cache(item, base, home))
         return caches
     except ValueError as exc:
         raise ConfigError(_refusal(where, name, item, str(exc))) from None
+
+
+def _find_account(given: Value) -> privileges.Account | None:
+    """The user whom the mount is for. Raises ConfigError."""
+    value = given.value
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None  # the model refuses it
+    try:
+        return privileges.find_account(str(value))
+    except ValueError as exc:
+        raise ConfigError(_refusal(given.origins[0], "user", value, str(exc))) from None
 
 
 def _refusal(where: str, name: str, value: object, reason: str) -> str:
@@ -127,7 +140,11 @@ def load_settings(flags: Mapping[str, object], *, config_file: str | None, envir
         if flags.get(name) not in (None, ()):
             given[name] = (_given(flags[name], FLAGS.get(name, name)), cwd)
 
-    prepared = {name: _prepare(name, value, base) for name, (value, base) in given.items()}
+    account = _find_account(given["user"][0]) if "user" in given else None
+    home = account.home if account else os.path.expanduser("~")
+    prepared = {name: _prepare(name, value, base, home) for name, (value, base) in given.items()}
+    if account:
+        prepared["user"] = account.name
     try:
         config = MountConfig.model_validate(prepared)
     except ValidationError as exc:

@@ -41,7 +41,8 @@ def _mount(mount: dict[str, Any]) -> RenderableType:
         rows.add_row("daemon", f"pid {mount.get('pid')} does not answer; dmfs umount --force ends it")
         return Group(title, Padding(rows, (0, 0, 0, 2)))
     rows.add_row("front end", f"{mount['front_end']}, {mount['io_mode']} ({mount['io_mode_reason']})")
-    rows.add_row("daemon", f"dmfs {mount['version']}, pid {mount['pid']}, up {duration(mount['uptime_s'])}")
+    daemon = f"dmfs {mount['version']}, pid {mount['pid']}, user {printable(mount['user'])}"
+    rows.add_row("daemon", f"{daemon}, up {duration(mount['uptime_s'])}")
     rows.add_row("tiers", _tiers(mount["tiers"]))
     rows.add_row("served", _served(mount["served"]))
     rows.add_row("at source", _source(source))

@@ -13,9 +13,10 @@ import time
 
 import click
 
-from dmfs import runtime
+from dmfs import privileges, runtime
 from dmfs.cli import client
 from dmfs.cli.output import note
+from dmfs.cli.owners import owner_of
 from dmfs.cli.paths import real_mountpoint
 from dmfs.errors import DaemonUnresponsive, MountBusy, NotMounted, UserError
 from dmfs.fuse import mounting
@@ -39,7 +40,8 @@ def command(mountpoint: str, force: bool) -> None:
     """Unmount MOUNTPOINT and wait until its daemon is gone.
 
     The copies in the cache stay: the next mount finds them. A mount that is in
-    use is left alone, and the processes that use it are named.
+    use is left alone, and the processes that use it are named. Root can unmount
+    the mounts of all users.
 
     \b
     Examples:
@@ -48,8 +50,12 @@ def command(mountpoint: str, force: bool) -> None:
       dmfs umount --force /tmp/imagenet
     """
     path = real_mountpoint(mountpoint)
-    record = runtime.find(path)
     mount = mounting.find_mount(path)
+    owner = owner_of(mount)
+    if owner is not None:
+        with contextlib.suppress(OSError):  # a root that may not, as in a container, can unmount all the same
+            privileges.become(owner)
+    record = runtime.find(path)
     is_ours = mount is not None and mount.fs_type == "fuse.dmfs"
     if record is None and not is_ours:
         what = f"a mount of {mount.source} ({mount.fs_type}), not of dmfs" if mount else "not a mountpoint"

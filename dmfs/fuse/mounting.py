@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from dmfs import privileges
 from dmfs.errors import FuseUnavailable, MountpointError, UserError
 
 MS_RDONLY = 1
@@ -39,7 +40,12 @@ _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
 
 
 class MountInfo(NamedTuple):
-    """One line of /proc/self/mountinfo. `device` is "major:minor"; paths hold undecodable bytes as os.fsdecode does."""
+    """One line of /proc/self/mountinfo. Paths hold undecodable bytes as os.fsdecode does.
+
+    Attributes:
+        device: "major:minor".
+        owner, group: ids of the user whom a FUSE mount is for; None for other file systems.
+    """
 
     mount_id: int
     parent_id: int
@@ -47,6 +53,8 @@ class MountInfo(NamedTuple):
     mountpoint: str
     fs_type: str
     source: str
+    owner: int | None = None
+    group: int | None = None
 
 
 class Process(NamedTuple):
@@ -56,15 +64,19 @@ class Process(NamedTuple):
     name: str
 
 
-def mount(mountpoint: str, *, fsname: str, allow_other: bool, subtype: str = "dmfs") -> int:
-    """Mount a read-only FUSE file system and return the descriptor of its connection.
+def mount(
+    mountpoint: str, *, fsname: str, allow_other: bool, subtype: str = "dmfs", readahead_kib: int | None = None
+) -> int:
+    """Mount a read-only FUSE file system for the user of this process, and return the descriptor of its connection.
 
     The descriptor is close-on-exec (a child that kept it would turn a dead mount into a hanging one) and non-blocking.
     The caller owns it; closing it ends the connection but leaves the mount, dead, until `unmount`.
 
     Args:
+        mountpoint: the absolute real path.
         fsname: the source that the mount table shows; any characters.
         subtype: the mount table's type is "fuse." and this.
+        readahead_kib: set the kernel's readahead, where that may be done; the answer to INIT has to allow as much.
 
     Raises:
         FuseUnavailable: FUSE can't be used here, or not like this.
@@ -72,7 +84,9 @@ def mount(mountpoint: str, *, fsname: str, allow_other: bool, subtype: str = "dm
     """
     device = _open_device()
     try:
-        if os.geteuid() == 0 and _mount_privileged(device, mountpoint, fsname, allow_other, subtype):
+        if privileges.has_sys_admin() and _mount_privileged(device, mountpoint, fsname, allow_other, subtype):
+            if readahead_kib is not None:
+                set_readahead(mountpoint, readahead_kib)
             return device
     except BaseException:
         os.close(device)
@@ -84,10 +98,10 @@ def mount(mountpoint: str, *, fsname: str, allow_other: bool, subtype: str = "dm
 def check_available(*, allow_other: bool) -> None:
     """Look at what `mount` will need, as far as it can be told beforehand. Raises FuseUnavailable."""
     os.close(_open_device())
-    if os.geteuid() == 0:
+    if privileges.has_sys_admin():
         return
     _find_helper()
-    if allow_other and not _is_allow_other_permitted():
+    if allow_other and os.geteuid() != 0 and not _is_allow_other_permitted():
         raise FuseUnavailable(_ALLOW_OTHER_REMEDY)
 
 
@@ -105,7 +119,8 @@ def request_timeout() -> int:
 
 def _open_device() -> int:
     try:
-        return os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        with privileges.raised():
+            return os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except PermissionError:
         raise FuseUnavailable(
             f"{DEVICE} may not be opened by this user: ask the administrator for read and write permission on it"
@@ -118,12 +133,16 @@ def _open_device() -> int:
 
 
 def _mount_privileged(device: int, mountpoint: str, fsname: str, allow_other: bool, subtype: str) -> bool:
-    """mount(2); False if this root lacks the capability, as in a container."""
-    data = f"fd={device},rootmode=40000,user_id=0,group_id=0,default_permissions"
+    """mount(2); False if it may not be used for all the capability, as in a container."""
+    data = f"fd={device},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()},default_permissions"
     if allow_other:
         data += ",allow_other"
     try:
-        _mount(fsname, mountpoint, f"fuse.{subtype}", MS_NOSUID | MS_NODEV | MS_RDONLY, data)
+        with _directory(mountpoint) as (fd, path):
+            # A user must not lead us elsewhere, by exchanging a folder on the way that is his.
+            if os.geteuid() != 0 and path != mountpoint:
+                raise MountpointError(f"{mountpoint} is not in its place any more, it is {path} now: mount again")
+            _mount(fsname, _through(fd), f"fuse.{subtype}", MS_NOSUID | MS_NODEV | MS_RDONLY, data)
     except OSError as exc:
         if exc.errno == errno.EPERM:
             return False
@@ -133,11 +152,29 @@ def _mount_privileged(device: int, mountpoint: str, fsname: str, allow_other: bo
     return True
 
 
+@contextlib.contextmanager
+def _directory(path: str) -> Iterator[tuple[int, str]]:
+    """A descriptor that stands for a directory, whatever becomes of its path, and its real path."""
+    fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield fd, os.readlink(_through(fd))
+    finally:
+        os.close(fd)
+
+
+def _through(fd: int) -> str:
+    return f"/proc/self/fd/{fd}"
+
+
 def _mount(source: str, target: str, fs_type: str, flags: int, data: str) -> None:
     encode = os.fsencode
-    if _libc.mount(encode(source), encode(target), encode(fs_type), flags, encode(data)) != 0:
+    _check(_libc.mount(encode(source), encode(target), encode(fs_type), flags, encode(data)), target)
+
+
+def _check(result: int, path: str) -> None:
+    if result != 0:
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), target)
+        raise OSError(code, os.strerror(code), path)
 
 
 def _mount_with_helper(mountpoint: str, fsname: str, allow_other: bool, subtype: str) -> int:
@@ -226,7 +263,7 @@ def _helper_error(mountpoint: str, stderr: str) -> UserError:
 
 
 def unmount(mountpoint: str, *, lazy: bool = False, force: bool = False) -> None:
-    """Unmount, as root by umount2(2), else by fusermount3.
+    """Unmount, with CAP_SYS_ADMIN by umount2(2), else by fusermount3. Who is not root may unmount what is his.
 
     Args:
         lazy: detach now, let the mount end with its last user.
@@ -236,13 +273,12 @@ def unmount(mountpoint: str, *, lazy: bool = False, force: bool = False) -> None
         OSError: EBUSY if it is in use, EINVAL if it is not a mount, EPERM.
         FuseUnavailable: fusermount3 is needed and cannot be run.
     """
-    if os.geteuid() == 0:
-        flags = UMOUNT_NOFOLLOW | (MNT_DETACH if lazy else 0) | (MNT_FORCE if force else 0)
-        if _libc.umount2(os.fsencode(mountpoint), flags) == 0:
+    if privileges.has_sys_admin():
+        try:
+            _unmount_privileged(mountpoint, (MNT_DETACH if lazy else 0) | (MNT_FORCE if force else 0))
             return
-        code = ctypes.get_errno()
-        if code != errno.EPERM:
-            raise OSError(code, os.strerror(code), mountpoint)
+        except PermissionError:
+            pass  # as in a container, or it is not his
     elif force:
         found = find_mount(mountpoint)
         if found is not None:
@@ -251,6 +287,22 @@ def unmount(mountpoint: str, *, lazy: bool = False, force: bool = False) -> None
     if result.returncode != 0:
         code = _errno_in(result.stderr)
         raise OSError(code, f"{os.strerror(code)} ({result.stderr.strip()})", mountpoint)
+
+
+def _unmount_privileged(mountpoint: str, flags: int) -> None:
+    """umount2(2). Raises OSError."""
+    if os.geteuid() == 0:
+        _check(_libc.umount2(os.fsencode(mountpoint), flags | UMOUNT_NOFOLLOW), mountpoint)
+        return
+    # The power is root's, the path may be the user's to change: so the folder is held, and only his own mount goes.
+    parent, name = os.path.split(mountpoint)
+    with _directory(parent) as (fd, path):
+        found = _topmost(mounts(), os.path.join(path, name))
+        if found is None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), mountpoint)
+        if found.owner != os.geteuid():
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), mountpoint)
+        _check(_libc.umount2(os.fsencode(f"{_through(fd)}/{name}"), flags | UMOUNT_NOFOLLOW), mountpoint)
 
 
 def _errno_in(stderr: str) -> int:
@@ -272,10 +324,22 @@ def mounts() -> list[MountInfo]:
 def _parse(line: bytes) -> MountInfo:
     head, _, tail = line.partition(b" - ")
     mount_id, parent_id, device, _, mountpoint = head.split(b" ", 5)[:5]
-    fs_type, source = tail.split(b" ", 2)[:2]
+    fs_type, source, options = tail.split(b" ", 2)
     return MountInfo(
-        int(mount_id), int(parent_id), device.decode(), _unescape(mountpoint), _unescape(fs_type), _unescape(source)
+        int(mount_id),
+        int(parent_id),
+        device.decode(),
+        _unescape(mountpoint),
+        _unescape(fs_type),
+        _unescape(source),
+        *(_owner(options) if fs_type.startswith(b"fuse") else (None, None)),
     )
+
+
+def _owner(options: bytes) -> tuple[int | None, int | None]:
+    """The user and the group that a FUSE mount is for."""
+    values = {key: value for key, is_set, value in (part.partition(b"=") for part in options.split(b",")) if is_set}
+    return (int(values[b"user_id"]), int(values[b"group_id"])) if b"user_id" in values else (None, None)
 
 
 def _unescape(field: bytes) -> str:
@@ -289,22 +353,26 @@ def find_mount(mountpoint: str) -> MountInfo | None:
 
     Symlinks are followed, but a mountpoint itself is never looked at.
     """
-    table: dict[str, list[MountInfo]] = {}
-    for info in mounts():
-        table.setdefault(info.mountpoint, []).append(info)
+    table = mounts()
     path = os.path.join(os.getcwd(), mountpoint)
     for _ in range(_MAX_LINKS):
         folder, name = os.path.split(path.rstrip("/"))
         path = os.path.realpath(path) if name in ("", ".", "..") else os.path.join(os.path.realpath(folder), name)
-        if path in table:
-            stacked = table[path]
-            covered = {info.parent_id for info in stacked}
-            return next((info for info in reversed(stacked) if info.mount_id not in covered), stacked[-1])
+        found = _topmost(table, path)
+        if found is not None:
+            return found
         try:
             path = os.path.join(os.path.dirname(path), os.readlink(path))
         except OSError:
             return None
     return None
+
+
+def _topmost(table: list[MountInfo], path: str) -> MountInfo | None:
+    """The mount that is seen at a real path, if it is a mountpoint."""
+    stacked = [info for info in table if info.mountpoint == path]
+    covered = {info.parent_id for info in stacked}
+    return next((info for info in reversed(stacked) if info.mount_id not in covered), None)
 
 
 def abort(device_minor: int) -> bool:
@@ -313,19 +381,19 @@ def abort(device_minor: int) -> bool:
     Args:
         device_minor: the second number of `MountInfo.device`.
     """
-    if os.geteuid() == 0 and not os.path.exists(f"{CONNECTIONS}/{device_minor}"):
+    if privileges.has_sys_admin() and not os.path.exists(f"{CONNECTIONS}/{device_minor}"):
         with contextlib.suppress(OSError):
             _mount("fusectl", CONNECTIONS, "fusectl", 0, "")
     return _write(f"{CONNECTIONS}/{device_minor}/abort", b"1")
 
 
-def set_readahead(device: str, kib: int) -> bool:
-    """Set the kernel's readahead of a mount in KiB. True if that could be done (root alone may).
-
-    Args:
-        device: `MountInfo.device`.
-    """
-    return _write(f"/sys/class/bdi/{device}/read_ahead_kb", b"%d" % kib)
+def set_readahead(mountpoint: str, kib: int) -> bool:
+    """Set the kernel's readahead of a mount in KiB. True if that could be done (root alone may)."""
+    found = find_mount(mountpoint)
+    if found is None:
+        return False
+    with privileges.raised():
+        return _write(f"/sys/class/bdi/{found.device}/read_ahead_kb", b"%d" % kib)
 
 
 def _write(path: str, content: bytes) -> bool:

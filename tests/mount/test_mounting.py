@@ -116,15 +116,6 @@ def mountpoint(folder: Path) -> str:
     return str(path)
 
 
-@pytest.fixture
-def open_fuse_device() -> Iterator[None]:
-    """Lets everybody open /dev/fuse, as distributions do."""
-    mode = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
-    os.chmod("/dev/fuse", 0o666)
-    yield
-    os.chmod("/dev/fuse", mode)
-
-
 def serve(mountpoint: str, fsname: str = "dmfs:/x", *, is_mute: bool = False) -> TinyServer:
     return TinyServer(mounting.mount(mountpoint, fsname=fsname, allow_other=False), is_mute=is_mute)
 
@@ -133,6 +124,7 @@ def as_nobody(code: str, *, mountpoint: str, drop: str = "", **names: object) ->
     """Run `code` in a new process that has become an ordinary user after its imports."""
     script = f"""
 import encodings.idna, errno, json, os, select, sys, threading, time, traceback
+from dmfs import privileges
 from dmfs.errors import *
 from dmfs.fuse import mounting
 from tests.mount.test_mounting import TinyServer
@@ -212,6 +204,74 @@ except OSError as exc:
         mountpoint=mountpoint,
         fsname=fsname,
     )
+
+
+WITH_THE_CAPABILITY = f"""
+privileges.become(privileges.account_of({NOBODY}, {NOBODY}))
+os.environ['PATH'] = ''
+mounting._STANDARD_PATH = '/nonexistent'  # no fusermount3
+"""
+
+
+def test_mount_and_unmount_with_the_capability_alone(mountpoint: str) -> None:
+    as_nobody(
+        """
+def mount():
+    return mounting.mount(mountpoint, fsname="dmfs:x", allow_other=True, readahead_kib=640)
+fd = mount()
+found = mounting.find_mount(mountpoint)
+assert (found.owner, found.group) == (os.getuid(), os.getgid()) != (0, 0), found
+with open(f"/sys/class/bdi/{found.device}/read_ahead_kb") as file:
+    assert file.read() == "640\\n"
+server = TinyServer(fd)
+held = os.open(mountpoint + "/f", os.O_RDONLY)
+try:
+    mounting.unmount(mountpoint)
+except OSError as exc:
+    assert exc.errno == errno.EBUSY, exc
+else:
+    raise AssertionError("unmounted while in use")
+os.close(held)
+privileges.settle()  # the daemon's state from here on
+mounting.unmount(mountpoint)
+assert mounting.find_mount(mountpoint) is None
+try:
+    mounting.unmount(mountpoint)
+except OSError as exc:
+    assert exc.errno == errno.EINVAL, exc
+else:
+    raise AssertionError("unmounted what was not mounted")
+""",
+        mountpoint=mountpoint,
+        drop=WITH_THE_CAPABILITY,
+    )
+
+
+def test_the_capability_alone_unmounts_nobody_elses(folder: Path, mountpoint: str) -> None:
+    """A user who moves his folders about must not get a daemon of his to unmount what is not his."""
+    serve(mountpoint)
+    (folder / "his").symlink_to(folder)
+    code = """
+for path in (mountpoint, his + "/mnt", "/proc"):
+    for lazy in (False, True):
+        try:
+            mounting.unmount(path, lazy=lazy)
+        except FuseUnavailable:
+            pass  # refused, and then fusermount3 is looked for
+        else:
+            raise AssertionError(f"{path} was unmounted")
+"""
+    as_nobody(code, mountpoint=mountpoint, his=str(folder / "his"), drop=WITH_THE_CAPABILITY)
+    assert mounting.find_mount(mountpoint) is not None
+
+
+def test_the_capability_alone_is_not_led_elsewhere(folder: Path, mountpoint: str) -> None:
+    (folder / "link").symlink_to(mountpoint)
+    (folder / "up").symlink_to(folder)
+    for path in ("link", "up/mnt"):
+        code = expect("MountpointError", f"is not in its place any more, it is {mountpoint} now")
+        as_nobody(code, mountpoint=str(folder / path), drop=WITH_THE_CAPABILITY)
+    assert mounting.find_mount(mountpoint) is None
 
 
 @pytest.mark.usefixtures("open_fuse_device")
@@ -421,9 +481,9 @@ def test_readahead(mountpoint: str) -> None:
     serve(mountpoint)
     found = mounting.find_mount(mountpoint)
     assert found is not None
-    assert mounting.set_readahead(found.device, 512)
+    assert mounting.set_readahead(mountpoint, 512)
     assert Path(f"/sys/class/bdi/{found.device}/read_ahead_kb").read_text() == "512\n"
-    assert not mounting.set_readahead("9999:9999", 512)
+    assert not mounting.set_readahead(f"{mountpoint}/missing", 512)
 
 
 def test_is_dead(mountpoint: str) -> None:

@@ -8,6 +8,7 @@ that could hang.
 import contextlib
 import json
 import os
+import pwd
 import shutil
 import signal
 import socket
@@ -101,6 +102,7 @@ class DmfsMount:
     Attributes:
         base: a short folder below /tmp (paths of Unix sockets are at most 108 bytes) that holds all the rest.
         view: the mountpoint.
+        sockets: the folder of the lock file and the control socket.
         way: one of WAYS, or `auto`.
         caches: what each `--cache` says, `PATH` or `PATH:SIZE`; by default the one folder `base/cache`.
         environment: of every dmfs process started here.
@@ -120,7 +122,9 @@ class DmfsMount:
         base: Path | None = None,
         mountpoint: Path | None = None,
         expects_trouble: bool = False,
+        user: str | None = None,
     ) -> None:
+        """Root may mount for `user`, whose `base` is then."""
         self._own_base = base is None
         self.base = base or Path(tempfile.mkdtemp(prefix="dm-", dir="/tmp"))
         self.source = Path(source)
@@ -138,6 +142,13 @@ class DmfsMount:
         front_end = ["--front-end", "pyfuse3"] if way == "pyfuse3" else ["--io", way]
         self._flags = [*front_end, *flags]
         self.environment = clean_environment(self.runtime) | dict(env or {})
+        self.sockets = self.runtime / "dmfs"
+        if user is not None:
+            account = pwd.getpwnam(user)
+            os.chown(self.base, account.pw_uid, account.pw_gid)
+            usual = Path(f"/run/user/{account.pw_uid}")
+            self.sockets = usual / "dmfs" if usual.is_dir() else Path(f"/tmp/dmfs-{account.pw_uid}")
+            self._flags += ["--user", user]
         live_mounts.append(self)
 
     def __repr__(self) -> str:
@@ -231,7 +242,7 @@ class DmfsMount:
         name = blake2b(os.fsencode(self.view), digest_size=8).hexdigest() + ".sock"
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(timeout)
-            sock.connect(str(self.runtime / "dmfs" / name))
+            sock.connect(str(self.sockets / name))
             sock.sendall(json.dumps(message).encode() + b"\n")
             answer = b""
             while chunk := sock.recv(65536):

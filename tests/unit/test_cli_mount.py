@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import dmfs
-from dmfs import runtime
+from dmfs import disks, privileges, runtime
 from dmfs.cli import checks, launch, main
 from dmfs.config import MountConfig
 from dmfs.errors import (
@@ -269,6 +269,23 @@ class TestChecks:
             tree.check()
 
 
+class TestRuntimeDirectory:
+    def test_is_no_cache(self, tree: Tree) -> None:
+        """Daemons hold a lock on it, so that a tier there would wait for itself."""
+        path = runtime.runtime_dir()
+        with pytest.raises(CacheError, match=f"^the cache {path} is the runtime directory of dmfs: give a folder"):
+            tree.check(cache=[{"path": path}])
+
+    @pytest.mark.skipif(disks.file_system("/tmp").kind != "disk", reason="/tmp is not on a disk")
+    def test_is_not_the_default_cache(self, tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        cache = tree.check(cache=[], environ={"TMPDIR": "/tmp"}).config.cache[0].path
+        assert cache == "/tmp/dmfs-cache-12345"
+        assert cache not in runtime.folders()
+
+
 class TestFuseChecks:
     @pytest.fixture(autouse=True)
     def _device(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,12 +300,13 @@ class TestFuseChecks:
             mounting.check_available(allow_other=False)
 
     def test_as_root(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(os, "geteuid", lambda: 0)
+        monkeypatch.setattr(privileges, "has_sys_admin", lambda: True)
         monkeypatch.setenv("PATH", "")
         mounting.check_available(allow_other=True)
 
     def test_as_a_user(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        monkeypatch.setattr(privileges, "has_sys_admin", lambda: False)
         monkeypatch.setenv("PATH", "")
         with pytest.raises(FuseUnavailable, match=r"^fusermount3 is not installed: install the package fuse3"):
             mounting.check_available(allow_other=False)
@@ -354,7 +372,9 @@ class TestLaunch:
             script.write_text(FAKE_DAEMON.format(python=PYTHON, body=body))
             script.chmod(0o755)
             monkeypatch.setattr(sys, "executable", str(script))
-            return launch.start(MountConfig.model_validate({"source": "/s", "mountpoint": "/mnt/dm", **settings}))
+            return launch.start(
+                MountConfig.model_validate({"source": "/s", "mountpoint": "/mnt/dm", **settings}), os.environ
+            )
 
         return start
 

@@ -35,6 +35,7 @@ STATUS = {
     "io_mode_reason": "each range that is not in the page cache is a message",
     "version": "0.1.0",
     "pid": 12345,
+    "user": "alice",
     "uptime_s": 7512.3,
     "tiers": [
         {"path": "/nvme/dmfs", "capacity_bytes": 1 << 37, "used_bytes": 1 << 36, "copies": 1281167, "state": "ok"},
@@ -135,7 +136,7 @@ class TestStatus:
         assert lines[0] == "/mnt/dm  mounted"
         for expected in (
             "  source     /lustre",
-            "  daemon     dmfs 0.1.0, pid 12345, up 2 h 5 min",
+            "  daemon     dmfs 0.1.0, pid 12345, user alice, up 2 h 5 min",
             "             local   3,843,501  9,843,501          4.0 TiB",
             "             source         12        120          4.0 KiB",
             "             kernel          7             at most 1.0 GiB",

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import pwd
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -157,6 +158,7 @@ class TestPrecedence:
             "DMFS_IMMUTABLE": "true",
             "DMFS_METADATA_TTL": "0.5",
             "DMFS_ALLOW_OTHER": "1",
+            "DMFS_USER": "nobody",
             "DMFS_DATASET_ID": "imagenet",
             "DMFS_VERSION_FROM": "mtime",
             "DMFS_FRONT_END": "pyfuse3",
@@ -186,6 +188,33 @@ class TestPrecedence:
     def test_empty_and_foreign_variables_are_ignored(self) -> None:
         environ = {"DMFS_FILLS": "", "DMFS_FILS": "3", "DMFS_HOME": "/opt", "DMFS_CACHE": ""}
         assert load(PLACES, config_file=None, environ=environ) == MountConfig.model_validate(PLACES)
+
+
+class TestUser:
+    NOBODY = pwd.getpwnam("nobody")
+
+    @pytest.mark.parametrize("given", ["nobody", str(NOBODY.pw_uid)])
+    def test_name_or_number(self, given: str) -> None:
+        assert load({**PLACES, "user": given}, config_file=None, environ={}).user == "nobody"
+
+    def test_number_in_yaml(self, tmp_path: Path) -> None:
+        assert loaded(f"user: {self.NOBODY.pw_uid}", tmp_path).user == "nobody"
+
+    def test_home_is_the_users(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", "/root")
+        found = loaded(user="nobody", cache=("~/c:1GiB",), log_file="~")
+        assert found.cache[0].path == f"{self.NOBODY.pw_dir}/c"
+        assert found.log_file == self.NOBODY.pw_dir
+
+    @pytest.mark.parametrize("given", ["no-such-user", "4294967294", "", "1" * 40, "-1", "nobody:nogroup"])
+    def test_unknown(self, given: str) -> None:
+        with pytest.raises(ConfigError, match=r"^--user: user cannot be '.*': this node knows no such user; look with"):
+            loaded(user=given)
+
+    @pytest.mark.parametrize("given", ["root", "0"])
+    def test_root(self, given: str) -> None:
+        with pytest.raises(ConfigError, match=r"^DMFS_USER: user cannot be '.*': it should be an ordinary user; leave"):
+            load(PLACES, config_file=None, environ={"DMFS_USER": given})
 
 
 class TestPaths:
@@ -243,6 +272,9 @@ REFUSALS = [
     ("version_from: size", "line 1: version_from cannot be 'size': it should be 'ctime' or 'mtime'"),
     ("dataset_id: 12", "line 1: dataset_id cannot be 12: it should be a valid string"),
     ("dataset_id: ''", "line 1: dataset_id cannot be '': it should have at least 1 character"),
+    ("user: [a]", "line 1: user: it should be a valid string"),
+    ("user: yes", "line 1: user cannot be True: it should be a valid string"),
+    ("user: ''", "line 1: user cannot be '': this node knows no such user"),
     ("log_file: [a]", "line 1: log_file: it should be a valid string"),
     ("min_free: 150%", "line 1: min_free cannot be '150%': it should be at most 100%"),
     (
@@ -409,7 +441,7 @@ class TestDefaultCache:
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
     def test_shared_directory_gets_a_folder_of_ones_own(self, tmp_path: Path) -> None:
         os.chown(tmp_path, 12345, 12345)
-        assert config.default_cache({"TMPDIR": str(tmp_path)}).path == f"{tmp_path}/dmfs-0"
+        assert config.default_cache({"TMPDIR": str(tmp_path)}).path == f"{tmp_path}/dmfs-cache-0"
 
     def test_nothing_is_made(self, tmp_path: Path) -> None:
         config.default_cache({"HOME": str(tmp_path)})
