@@ -5,12 +5,14 @@ that answers must never give one. All of them are given here, one after the othe
 bounded queue. Whoever stops answering messages must wait for `idle` first, or abort the connection.
 """
 
+import contextlib
 import errno
 import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -18,6 +20,9 @@ from dmfs.fuse import abi
 from dmfs.log import ErrorLog
 from dmfs.tiers.descriptors import Descriptor
 from dmfs.types import MiB
+
+if TYPE_CHECKING:
+    import outcome
 
 STORE_SIZE = 1 * MiB  # bytes of one NOTIFY_STORE: enough that the call's own cost is nothing
 PUSH_SIZE = 32 * MiB  # bytes of a file pushed before other notices get a turn
@@ -33,7 +38,7 @@ GONE = (errno.ENOENT, errno.ENODEV, errno.ECONNABORTED, errno.EPIPE)  # the kern
 class _Notice:
     give: Callable[[], bool]
     is_given: bool = False
-    error: OSError | None = None
+    error: Exception | None = None
     done: trio.Event = field(default_factory=trio.Event)
 
 
@@ -54,10 +59,10 @@ class Notifier:
         self._send, self._receive = trio.open_memory_channel[_Notice](QUEUE)
         self._is_stopping = False
         self._buffer = mmap.mmap(-1, STORE_SIZE)
-        self._limiter = trio.CapacityLimiter(1)  # of its own: it must not queue behind other threads
 
     async def run(self) -> None:
         """Give notices until cancelled; a thread may go on with one, see `idle`."""
+        token = trio.lowlevel.current_trio_token()
         while True:
             batch = [await self._receive.receive()]
             while len(batch) < BATCH:
@@ -66,13 +71,17 @@ class Notifier:
                 except trio.WouldBlock:
                     break
             self.idle = trio.Event()
-            token = trio.lowlevel.current_trio_token()
-            finish = partial(token.run_sync_soon, self.idle.set)
-            await trio.to_thread.run_sync(self._give_all, batch, finish, abandon_on_cancel=True, limiter=self._limiter)
+            trio.lowlevel.start_thread_soon(partial(self._give_all, batch), partial(self._deliver, token), "notifier")
+            await self.idle.wait()
             for notice in batch:
                 if notice.error is not None:
-                    self._errors.add(f"the kernel refused a notice: {notice.error.strerror}")
+                    self._errors.add(f"a notice to the kernel failed: {notice.error}", kind=repr(notice.error))
                 notice.done.set()
+
+    def _deliver(self, token: trio.lowlevel.TrioToken, result: "outcome.Outcome[None]") -> None:
+        """In the thread, when it has given its notices."""
+        with contextlib.suppress(trio.RunFinishedError):
+            token.run_sync_soon(self.idle.set)
 
     def stop(self) -> None:
         """Give no further notice; the one that is being given ends when the kernel lets it."""
@@ -105,17 +114,14 @@ class Notifier:
 
     # ---- in the thread
 
-    def _give_all(self, batch: list[_Notice], finish: Callable[[], None]) -> None:
-        try:
-            for notice in batch:
-                if self._is_stopping:
-                    continue
-                try:
-                    notice.is_given = notice.give()
-                except OSError as exc:
-                    notice.error = exc.with_traceback(None)
-        finally:
-            finish()
+    def _give_all(self, batch: list[_Notice]) -> None:
+        for notice in batch:
+            if self._is_stopping:
+                return
+            try:
+                notice.is_given = notice.give()
+            except Exception as exc:  # told by `run`, and no reason to give no others
+                notice.error = exc.with_traceback(None)
 
     def _push(self, node: int, copy: Descriptor, start: int, end: int) -> bool:
         """Blocks. In order, so that a reader who comes meanwhile finds the beginning first."""
