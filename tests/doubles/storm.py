@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.files import KiB, MiB, explain
+from tests.support.files import BLOCK, KiB, MiB, explain, version_of
 
 ALIGNMENT = 4 * KiB
 LARGEST_READ = 1 * MiB  # bytes: one FUSE message at most, so both sizes below and at the limit occur
@@ -41,6 +41,7 @@ class Report:
         errors: failed calls by errno name. Whether they are allowed is for the caller to say.
         signals: received by the readers.
         died: readers that ended by a signal or without a report.
+        versions: highest version that an open showed; looked at only if any version may be read.
     """
 
     reads: dict[str, int] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class Report:
     errors: dict[str, int] = field(default_factory=dict)
     signals: int = 0
     died: int = 0
+    versions: int = 0
 
     def add(self, other: "Report") -> None:
         """Take in another reader's report."""
@@ -60,6 +62,7 @@ class Report:
         self.examples = (self.examples + other.examples)[:EXAMPLES_KEPT]
         self.signals += other.signals
         self.died += other.died
+        self.versions = max(self.versions, other.versions)
 
     @property
     def total_reads(self) -> int:
@@ -115,13 +118,18 @@ KINDS: dict[str, Reading] = {
 
 
 class Reader:
-    """One reader: picks files, offsets and lengths at random and checks what it gets."""
+    """One reader: picks files, offsets and lengths at random and checks what it gets.
 
-    def __init__(self, paths: Sequence[Path], kinds: Sequence[str], version: int, seed: int) -> None:
+    Where any version may be read (`version` is None), all that one open shows must be of one version, and never of an
+    older one than this reader has seen.
+    """
+
+    def __init__(self, paths: Sequence[Path], kinds: Sequence[str], version: int | None, seed: int) -> None:
         self.report = Report(reads=dict.fromkeys(kinds, 0))
         self._paths = paths
         self._kinds = kinds
         self._version = version
+        self._seen: dict[int, int] = {}  # by file number, where any version may be read
         self._random = random.Random(seed)
 
     def session(self) -> None:
@@ -133,15 +141,29 @@ class Reader:
             fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if kind == "direct" else 0))
             try:
                 size = os.fstat(fd).st_size
+                version = self._find_version(kind, fd, number) if self._version is None and size else self._version
                 for _ in range(self._random.randint(1, 8)):
-                    self._read_once(kind, fd, number, size)
+                    self._read_once(kind, fd, number, size, version or 0)
             finally:
                 os.close(fd)
         except OSError as exc:
             name = errno.errorcode.get(exc.errno or 0, str(exc))
             self.report.errors[name] = self.report.errors.get(name, 0) + 1
 
-    def _read_once(self, kind: str, fd: int, number: int, size: int) -> None:
+    def _find_version(self, kind: str, fd: int, number: int) -> int:
+        version = version_of(KINDS[kind](fd, 0, BLOCK))
+        if version < self._seen.get(number, 0):
+            self._is_wrong(f"{kind}: file {number}: version {version} after version {self._seen[number]}")
+        self._seen[number] = version
+        self.report.versions = max(self.report.versions, version)
+        return version
+
+    def _is_wrong(self, example: str) -> None:
+        self.report.wrong += 1
+        if len(self.report.examples) < EXAMPLES_KEPT:
+            self.report.examples.append(example)
+
+    def _read_once(self, kind: str, fd: int, number: int, size: int, version: int) -> None:
         if size == 0:
             return
         offset = self._random.randrange(size)
@@ -150,13 +172,11 @@ class Reader:
         wanted = min(length, size - offset)
         problem = f"file {number}: {len(data)} bytes at {offset}, not {wanted}"
         if len(data) == wanted:
-            problem = explain(data, number, offset, self._version) or ""
+            problem = explain(data, number, offset, version) or ""
         self.report.reads[kind] += 1
         self.report.bytes += len(data)
         if problem:
-            self.report.wrong += 1
-            if len(self.report.examples) < EXAMPLES_KEPT:
-                self.report.examples.append(f"{kind}: {problem}")
+            self._is_wrong(f"{kind}: {problem}")
 
 
 def _read_in_child(reader: Reader, go: int, *, reads: int, deadline: float, interrupted: bool) -> None:
@@ -183,7 +203,7 @@ def storm(
     seconds: float,
     kinds: Sequence[str],
     signals: int,
-    version: int,
+    version: int | None,
     seed: int,
 ) -> Report:
     """Fork the readers, start them together, and add up what they report.
@@ -250,10 +270,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30, help="at most")
     parser.add_argument("--kinds", default=",".join(KINDS), help="a comma-separated choice of %(default)s")
     parser.add_argument("--signals", type=int, default=2, help="processes that get one every millisecond")
-    parser.add_argument("--version", type=int, default=0, help="of the files' content")
+    parser.add_argument("--version", default="0", help="of the files' content; any: whichever an open shows")
     parser.add_argument("--seed", type=int, default=0)
     options = vars(parser.parse_args())
     options["kinds"] = options["kinds"].split(",")
+    options["version"] = None if options["version"] == "any" else int(options["version"])
     if unknown := set(options["kinds"]) - set(KINDS):
         parser.error(f"unknown kinds: {', '.join(sorted(unknown))}")
     report = storm(options.pop("folder"), **options)

@@ -5,12 +5,14 @@ Among a test's arguments they stand before `dmfs_mount`, so that they outlive th
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.doubles.badsrc import BadSource
-from tests.support.mounts import why_no_mounts
+from tests.support.mounts import MountFactory, why_no_mounts
+from tests.support.ordered_daemon import OrderedMount
 
 OLD = 864_000  # seconds: files that look ten days old are not looked at a second time before they are published
 
@@ -27,3 +29,9 @@ def bad_source(tmp_path: Path) -> Iterator[Callable[..., BadSource]]:
             return stack.enter_context(BadSource(folder, mountpoint, **{"age": OLD, **options}))
 
         yield start
+
+
+@pytest.fixture
+def ordered_mount(dmfs_mount: MountFactory) -> Callable[..., OrderedMount]:
+    """A function that mounts as `dmfs_mount` does, with a daemon that gives up copies when it is told to."""
+    return partial(dmfs_mount, kind=OrderedMount)  # type: ignore[arg-type]

@@ -36,6 +36,13 @@ def content(number: int, offset: int, length: int, version: int = 0) -> bytes:
     return blocks[offset - first : offset - first + length]
 
 
+def version_of(data: bytes) -> int:
+    """The version that the first block of a file says it is of; `data` has at least its first 32 bytes."""
+    magic, _, version, _ = _HEADER.unpack_from(data)
+    assert magic == _MAGIC, f"no block of a file: {data[:32]!r}"
+    return int(version)
+
+
 def write_file(path: Path, number: int, size: int, version: int = 0) -> None:
     """Write the whole file `number` with `size` bytes, in place if it exists."""
     with path.open("wb", buffering=0) as file:

@@ -340,11 +340,11 @@ class MountFactory:
     def __init__(self) -> None:
         self._made: list[DmfsMount] = []
 
-    def prepare(self, source: Path | str, **options: Any) -> DmfsMount:
+    def prepare(self, source: Path | str, *, kind: type[DmfsMount] = DmfsMount, **options: Any) -> DmfsMount:
         """A mount that is not mounted yet (`DmfsMount.start` does it)."""
         if reason := why_no_mounts():
             pytest.skip(reason)
-        mount = DmfsMount(source, **options)
+        mount = kind(source, **options)
         self._made.append(mount)
         return mount
 
