@@ -360,6 +360,7 @@ class KernelSession:
         if self.io_mode.name == "passthrough":
             assert passthrough is not None
             self.passthrough = passthrough
+            self._operations.manager.hands_copies_over = True
         elif self.io_mode.name == "pagecache":
             self._handlers[abi.FUSE_OPEN] = partial(_refuse, errno.ENOSYS)
             self._operations.keep_superseded()

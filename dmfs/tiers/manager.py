@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 UNOPENED_FOR = 30.0  # seconds after its last read for which a file counts as open whose opens are not seen
+COPY_WAIT = 0.5  # seconds an open waits for a tier to take a small file that is here; a disk that hangs holds nobody up
 ASK_AGAIN = 1.0  # seconds after which a fill that somebody waits for is put into the queue again
 DRAIN_LIMIT = 15.0  # seconds an unmount waits for late publications; a source that hangs longer loses these copies
 
@@ -48,6 +49,7 @@ class Manager:
 
     Attributes:
         drops_served_pages: the front end keeps what it is given, so that the pages of copies are of no more use.
+        hands_copies_over: the front end hands the kernel complete copies at open, so that it is worth waiting for one.
         on_changed: called with a file when it turned out that the source has another version now.
         on_copy_gone: called with a key when its copy has been removed from its tier.
     """
@@ -70,6 +72,7 @@ class Manager:
         self.source = source
         self.stores = stores
         self.drops_served_pages = False
+        self.hands_copies_over = False
         self.on_changed: Callable[[DataFile], None] = lambda file: None
         self.on_copy_gone: Callable[[FileKey], None] = lambda key: None
         self._metrics = metrics
@@ -460,6 +463,9 @@ class Manager:
                 return False
             with contextlib.suppress(TierUnavailable):
                 await self._wait_whole(fill)
+                if self.hands_copies_over:
+                    with trio.move_on_after(COPY_WAIT):
+                        await fill.settled.wait()  # its bytes are shown before they are written
                 return True
             if self.has_copy(file.key):
                 return True

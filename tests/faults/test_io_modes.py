@@ -235,7 +235,7 @@ def many_open(tmp_path: Path, ordered_mount: Callable[..., OrderedMount], count:
 
 @pytest.mark.slow
 @pytest.mark.skipif(why_no_bind_mounts() is not None, reason="a tmpfs needs root")
-@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.timeout(300)])])
 def test_many_files_open_by_passthrough(
     tmp_path: Path, ordered_mount: Callable[..., OrderedMount], count: int
 ) -> None:
