@@ -64,19 +64,23 @@ class Notifier:
         """Give notices until cancelled; a thread may go on with one, see `idle`."""
         token = trio.lowlevel.current_trio_token()
         while True:
-            batch = [await self._receive.receive()]
-            while len(batch) < BATCH:
-                try:
-                    batch.append(self._receive.receive_nowait())
-                except trio.WouldBlock:
-                    break
-            self.idle = trio.Event()
-            trio.lowlevel.start_thread_soon(partial(self._give_all, batch), partial(self._deliver, token), "notifier")
-            await self.idle.wait()
-            for notice in batch:
-                if notice.error is not None:
-                    self._errors.add(f"a notice to the kernel failed: {notice.error}", kind=repr(notice.error))
-                notice.done.set()
+            await self._give_next(await self._receive.receive(), token)
+
+    async def _give_next(self, first: _Notice, token: trio.lowlevel.TrioToken) -> None:
+        # No part of `run`, whose frame would hold the last notices, with the copies they push, until the next one.
+        batch = [first]
+        while len(batch) < BATCH:
+            try:
+                batch.append(self._receive.receive_nowait())
+            except trio.WouldBlock:
+                break
+        self.idle = trio.Event()
+        trio.lowlevel.start_thread_soon(partial(self._give_all, batch), partial(self._deliver, token), "notifier")
+        await self.idle.wait()
+        for notice in batch:
+            if notice.error is not None:
+                self._errors.add(f"a notice to the kernel failed: {notice.error}", kind=repr(notice.error))
+            notice.done.set()
 
     def _deliver(self, token: trio.lowlevel.TrioToken, result: "outcome.Outcome[None]") -> None:
         """In the thread, when it has given its notices."""

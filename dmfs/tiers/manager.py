@@ -221,17 +221,24 @@ class Manager:
     def _is_open(self, fill: Fill) -> bool:
         return fill.file.key in self._users or fill.file.key in self._unopened
 
+    def _note_read(self, key: FileKey) -> None:
+        if key not in self._users:
+            self._unopened[key] = self._clock.monotonic()
+
     async def _close_unopened(self) -> None:
         """Where opens are not seen, a file counts as closed when nobody has asked for it in a while."""
         while True:
             await trio.sleep(UNOPENED_FOR / 4)
-            latest = self._clock.monotonic() - UNOPENED_FOR
-            for key, last in list(self._unopened.items()):
-                fill = self._fills.get(key)
-                if last < latest and not (fill and fill.has_waiters):
-                    del self._unopened[key]
-                    if key not in self._users:
-                        self._unused(key)
+            self._close_unread_since(self._clock.monotonic() - UNOPENED_FOR)
+
+    def _close_unread_since(self, latest: float) -> None:
+        # No part of the task above, whose frame would hold the last fill, with its descriptors, while it sleeps.
+        for key, last in list(self._unopened.items()):
+            fill = self._fills.get(key)
+            if last < latest and not (fill and fill.has_waiters):
+                del self._unopened[key]
+                if key not in self._users:
+                    self._unused(key)
 
     async def fetch(self, file: DataFile) -> bool:
         """Have a whole file in a tier: True if its copy is here now, False if no tier has room for it.
@@ -282,6 +289,7 @@ class Manager:
             return self._metrics.local
         fill = self._fills.get(file.key)
         if fill is not None and fill.read_nowait(view, offset):
+            self._note_read(file.key)
             return self._metrics.source_served
         return None
 
@@ -295,8 +303,7 @@ class Manager:
             StaleFile: these bytes are of a version that is not to be had any more.
             OSError: the source's own.
         """
-        if file.key not in self._users:
-            self._unopened[file.key] = self._clock.monotonic()
+        self._note_read(file.key)
         await self._wait_scanned()
         # A fill may end while it is waited for, well (then its copy is here) or because its tier failed (then the next
         # one is asked): once for each tier, and twice more for a damaged copy and the end of the fill that mends it.

@@ -76,10 +76,14 @@ class PageDropper:
                 self._something = trio.Event()
                 await self._something.wait()
             await trio.sleep(DELAY if self._ranges else WRITTEN_AFTER / 10)
-            ranges, self._ranges = self._ranges, []
-            fresh = self._take_due()
-            if ranges or fresh:
-                await trio.to_thread.run_sync(_drop, ranges, fresh, abandon_on_cancel=True, limiter=self._limiter)
+            await self._drop_what_is_due()
+
+    async def _drop_what_is_due(self) -> None:
+        # No part of `run`, whose frame would hold the last descriptors, and the blocks of copies given up, for ever.
+        ranges, self._ranges = self._ranges, []
+        fresh = self._take_due()
+        if ranges or fresh:
+            await trio.to_thread.run_sync(_drop, ranges, fresh, abandon_on_cancel=True, limiter=self._limiter)
 
     def _take_due(self) -> list[_Fresh]:
         now = self._clock.monotonic()

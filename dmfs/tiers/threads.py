@@ -97,13 +97,16 @@ class CallThreads:
         """Let calls that hang leave the limit, so that a source of which some files hang does not take all threads."""
         while True:
             await trio.sleep(WATCH_INTERVAL)
-            latest = self._clock.monotonic() - STUCK_AFTER
-            for call in list(self._running.values()):
-                if call.started < latest and not call.is_stuck and self._stuck < MAX_STUCK:
-                    call.is_stuck = True
-                    self._stuck += 1
-                    self._leave()
-                    call.on_stuck()
+            self._let_leave(self._clock.monotonic() - STUCK_AFTER)
+
+    def _let_leave(self, latest: float) -> None:
+        # No part of `watch`, whose frame would hold the last call and its descriptors while it sleeps.
+        for call in list(self._running.values()):
+            if call.started < latest and not call.is_stuck and self._stuck < MAX_STUCK:
+                call.is_stuck = True
+                self._stuck += 1
+                self._leave()
+                call.on_stuck()
 
     def soon(self, function: Callable[..., object], *args: object) -> None:
         """Called in a thread of this pool: run `function(*args)` in the event loop, without waiting for it."""
