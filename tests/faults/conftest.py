@@ -4,6 +4,10 @@ Among a test's arguments they stand before `dmfs_mount`, so that they outlive th
 """
 
 import contextlib
+import os
+import shutil
+import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -35,3 +39,20 @@ def bad_source(tmp_path: Path) -> Iterator[Callable[..., BadSource]]:
 def ordered_mount(dmfs_mount: MountFactory) -> Callable[..., OrderedMount]:
     """A function that mounts as `dmfs_mount` does, with a daemon that gives up copies when it is told to."""
     return partial(dmfs_mount, kind=OrderedMount)  # type: ignore[arg-type]
+
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def user_folder() -> Iterator[Path]:
+    """A folder of an ordinary user, who may open /dev/fuse meanwhile, as distributions allow."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    folder = Path(tempfile.mkdtemp(prefix="dm-", dir="/tmp"))
+    os.chown(folder, NOBODY, NOBODY)
+    mode = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
+    os.chmod("/dev/fuse", 0o666)
+    yield folder
+    os.chmod("/dev/fuse", mode)
+    shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Every way to read a file, in each mode: mapped, direct, by an inherited descriptor, by sendfile, killed in the middle,
+"""Every way to read a file, in each mode: mapped, direct, by an inherited descriptor, by sendfile, with readers killed,
 and a file far larger than it is on the disk.
 """
 

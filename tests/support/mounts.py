@@ -161,11 +161,15 @@ class DmfsMount:
         log = ["--log-file", str(self.log_path)]
         return ["mount", str(self.source), str(self.view), *cache_flags, *immutable, *log, *self._flags]
 
+    def command_line(self, *arguments: str) -> list[str]:
+        """How `dmfs ARGUMENTS` is started here."""
+        return dmfs_command(*arguments)
+
     def command(self, *arguments: str, timeout: float = COMMAND_TIMEOUT) -> subprocess.CompletedProcess[str]:
         """Run `dmfs ARGUMENTS` to its end, whatever its exit code."""
         try:
             return subprocess.run(
-                dmfs_command(*arguments),
+                self.command_line(*arguments),
                 env=self.environment,
                 capture_output=True,
                 text=True,
@@ -178,7 +182,7 @@ class DmfsMount:
     def spawn(self, *arguments: str) -> subprocess.Popen[str]:
         """Start `dmfs ARGUMENTS`; the caller waits for it, `close` ends it if need be."""
         process = subprocess.Popen(
-            dmfs_command(*arguments),
+            self.command_line(*arguments),
             env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -3,12 +3,15 @@ tell what `status` does not.
 
     python -m tests.support.ordered_daemon OPTIONS DMFS_ARGUMENTS...
 
-It is `dmfs DMFS_ARGUMENTS` in the foreground, settings and all. OPTIONS is a JSON object: `{"unopened_for": seconds}`
-for tiers/manager.py's UNOPENED_FOR. `{"ready": true}` goes out once the mount answers; then each JSON line
-`{"do": ..., ...}` on standard input is answered by a line `{"answer": ...}`. `OrderedMount` is the other side.
+It is `dmfs DMFS_ARGUMENTS`, settings and all. OPTIONS is a JSON object: `unopened_for` (of tiers/manager.py) and
+`written_after` (of tiers/pagedrop.py) are seconds, `user` is the id of an ordinary user to become first. Where a mount
+stays in the foreground, `{"ready": true}` goes out once it answers; then each JSON line `{"do": ..., ...}` on standard
+input is answered by a line `{"answer": ...}`. `OrderedMount` is the other side.
 """
 
 import contextlib
+import encodings.ascii
+import encodings.idna  # noqa: F401 - as with dmfs.cli below
 import json
 import os
 import random
@@ -22,8 +25,9 @@ from typing import Any
 import trio
 
 from dmfs import daemon
+from dmfs.cli import bounded, checks, client, launch, mount, status, umount  # noqa: F401 - a user may be unable to
 from dmfs.cli.main import run
-from dmfs.tiers import manager
+from dmfs.tiers import manager, pagedrop
 from tests.support.mounts import COMMAND_TIMEOUT, DmfsMount
 
 ANSWER_TIMEOUT = 10.0  # seconds for one order; none of them waits
@@ -77,6 +81,12 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     if "unopened_for" in options:
         manager.UNOPENED_FOR = options["unopened_for"]
+    if "written_after" in options:
+        pagedrop.WRITTEN_AFTER = options["written_after"]
+    if user := options.get("user"):  # not before the imports, which may be out of that user's reach
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
     daemon.Daemon = OrderedDaemon  # type: ignore[misc]
     sys.exit(run(sys.argv[2:]))
 
@@ -85,7 +95,7 @@ class OrderedMount(DmfsMount):
     """A mount served by this program.
 
     Attributes:
-        options: see above.
+        options: see above. Whose a mount is, runs the other commands too.
     """
 
     def __init__(self, *arguments: Any, options: Mapping[str, float] | None = None, **keywords: Any) -> None:
@@ -98,10 +108,9 @@ class OrderedMount(DmfsMount):
         """Mount, expecting success."""
         self._end_process()
         self._buffered = b""
-        module = [sys.executable, "-m", "tests.support.ordered_daemon"]
         with (self.base / "stderr").open("ab") as stderr:
             self._process = subprocess.Popen(
-                [*module, json.dumps(self.options), *self.mount_arguments(), "--foreground"],
+                self.command_line(*self.mount_arguments(), "--foreground"),
                 env=self.environment,
                 bufsize=0,
                 stdin=subprocess.PIPE,
@@ -111,6 +120,10 @@ class OrderedMount(DmfsMount):
         assert self._read_line(COMMAND_TIMEOUT) == {"ready": True}
         self.note_daemon()
         return self
+
+    def command_line(self, *arguments: str) -> list[str]:
+        """As `dmfs ARGUMENTS`, by way of this program."""
+        return [sys.executable, "-m", "tests.support.ordered_daemon", json.dumps(self.options), *arguments]
 
     def order(self, do: str, **arguments: Any) -> Any:
         """Order something; the answer."""
