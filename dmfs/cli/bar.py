@@ -26,7 +26,7 @@ class Bar:
         self._counts = counts
         self._total = Count(0, 0, False)
         self._progress = Progress(
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=10),
             TextColumn("{task.fields[words]}"),
             _Speed(),
             TimeRemainingColumn(compact=True),
@@ -53,11 +53,11 @@ class Bar:
                 self._total = self._counts.take(0)
         total, more = self._total, "" if self._total.is_complete else "+"
         # The one who copies may be ahead of the one who counts.
-        known = f"{max(files, total.files):,}{more} files, {amount(size)} of {amount(max(size, total.bytes))}{more}"
+        files_known, bytes_known = max(files, total.files), max(size, total.bytes)
         self._progress.update(
             self._task,
             completed=size,
             total=total.bytes if total.is_complete else None,
-            words=f"{files:,} of {known}",
+            words=f"{files:,}/{files_known:,}{more} files, {amount(size)}/{amount(bytes_known)}{more}",
         )
         self._progress.refresh()

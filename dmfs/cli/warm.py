@@ -197,32 +197,29 @@ def _describe(outcome: _Outcome, *, push: bool) -> list[str]:
         return ["There are no files."]
     sentences = []
     if counts.files:
-        here = counts.files - counts.fetched
-        size = amount(counts.bytes)
+        are = "is" if counts.files == 1 else "are"
         sentence = (
-            f"{_were(counts.files)} made ready ({size}): {counts.fetched:,} copied now, {here:,} in the cache before"
+            f"{_files(counts.files)} ({amount(counts.bytes)}) {are} in the cache: "
+            f"{counts.fetched:,} copied now, {counts.files - counts.fetched:,} there before"
         )
         sentences.append(sentence + (f"; {counts.pushed:,} pushed into memory." if push else "."))
     if counts.no_room:
         sentences.append(
-            f"{_were(counts.no_room)} not copied, as the cache has no room, and will be read from the source: "
+            f"No room in the cache for {_files(counts.no_room)}, to be read from the source: "
             "mount with more (--cache PATH:SIZE)."
         )
     if counts.no_memory:
-        sentences.append(f"{_were(counts.no_memory)} not pushed, as there is not enough free memory.")
+        sentences.append(f"Not pushed for want of free memory: {_files(counts.no_memory)}.")
     left = counts.files - outcome.empty - counts.pushed - counts.no_memory
     if push and left > 0:
-        sentences.append(f"{_were(left)} not pushed, being read just then or dropped by the kernel meanwhile.")
+        sentences.append(f"Not pushed, being read just then or dropped by the kernel meanwhile: {_files(left)}.")
     if outcome.skipped:
-        sentences.append(f"{_were(outcome.skipped, 'link or special file')} skipped.")
+        sentences.append(f"Skipped as no files: {outcome.skipped:,} (symbolic links, devices, other mounts).")
     if counts.failures:
-        named = "" if counts.failures <= MAX_NAMED else f"; --json names up to {MAX_REASONS:,}"
-        sentences.append(f"{_were(counts.failures, 'path')} not to be had from the source{named}.")
+        more = f"; --json names up to {MAX_REASONS:,}" if counts.failures > MAX_NAMED else ""
+        sentences.append(f"Not to be had from the source: {counts.failures:,}{more}.")
     return sentences
 
 
-def _were(number: int, noun: str = "file") -> str:
-    """The subject of a sentence: "1 file was", "2,000 files were"."""
-    if number == 1:
-        return f"1 {noun} was"
-    return f"{number:,} {noun.replace(' or', 's or')}s were"
+def _files(number: int) -> str:
+    return "1 file" if number == 1 else f"{number:,} files"

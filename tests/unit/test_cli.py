@@ -1,10 +1,10 @@
 """The command line around its commands: help, exit codes, what is loaded, words, paths, calls that may hang."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -13,6 +13,8 @@ import pytest
 import dmfs
 from dmfs import runtime
 from dmfs.cli import bounded, main, output, paths
+from dmfs.errors import NotMounted
+from tests.support.waiting import wait_until
 
 # bounded.call forks; here other tests may have left idle threads, in the command line there are none.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
@@ -86,8 +88,8 @@ class TestBounded:
         with pytest.raises(TimeoutError):
             bounded.call(0.05, time.sleep, 60)
         assert time.monotonic() - start < 5
-        _, status = os.waitpid(-1, 0)
-        assert os.WTERMSIG(status) == signal.SIGKILL
+        with pytest.raises(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
 
     def test_what_dies_is_an_error(self) -> None:
         with pytest.raises(OSError, match=r"the process that looked died"):
@@ -101,7 +103,53 @@ class TestBounded:
         os.close(write)
         assert os.read(read, 1) == b""
         os.close(read)
-        os.waitpid(-1, 0)
+
+    def test_stream_works_ahead_as_far_as_a_pipe_holds(self, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        with bounded.Stream(count_up, 1000, log) as stream:
+            assert [stream.take(10)[0] for _ in range(3)] == [0, 1, 2]
+            wait_until(lambda: log.stat().st_size > 20, 10, "it works ahead")
+            assert log.stat().st_size < 200
+            assert [stream.take(10)[0] for _ in range(997)] == list(range(3, 1000))
+            for _ in range(2):
+                with pytest.raises(EOFError):
+                    stream.take(10)
+        with pytest.raises(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+
+    def test_stream_may_be_asked_again(self, tmp_path: Path) -> None:
+        gate = tmp_path / "gate"
+        os.mkfifo(gate)
+        with bounded.Stream(Path.read_text, gate) as stream:
+            with pytest.raises(TimeoutError):
+                stream.take(0.05)
+            gate.write_text("a")
+            assert stream.take(10) == "a"
+
+    def test_stream_ends_with_the_error(self) -> None:
+        with bounded.Stream(fail_after_two) as stream:
+            assert [stream.take(10), stream.take(10)] == [1, 2]
+            for _ in range(2):
+                with pytest.raises(NotMounted, match="gone") as caught:
+                    stream.take(10)
+                assert caught.value.exit_code == 8
+        with bounded.Stream(os._exit, 1) as stream:
+            for _ in range(2):
+                with pytest.raises(OSError, match="the process that looked died"):
+                    stream.take(10)
+
+
+def count_up(end: int, log: Path) -> Iterator[tuple[int, str]]:
+    with log.open("ab", buffering=0) as file:
+        for number in range(end):
+            file.write(b".")
+            yield number, "x" * 1000
+
+
+def fail_after_two() -> Iterator[int]:
+    yield 1
+    yield 2
+    raise NotMounted("gone")
 
 
 def command_of(name: str | None) -> click.Command:
@@ -113,7 +161,7 @@ def command_of(name: str | None) -> click.Command:
 
 
 class TestMain:
-    @pytest.mark.parametrize("name", [None, "mount", "umount", "status"])
+    @pytest.mark.parametrize("name", [None, "mount", "umount", "status", "warm"])
     def test_help_has_examples_and_fits(self, name: str | None, capsys: pytest.CaptureFixture[str]) -> None:
         assert main.run([*([name] if name else []), "--help"]) == 0
         text = capsys.readouterr().out
@@ -165,7 +213,9 @@ class TestMain:
         assert (done.returncode, done.stderr) == (1, b"")
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("arguments", [["status"], ["status", "--json"], ["umount", "/nowhere"], ["--help"]])
+    @pytest.mark.parametrize(
+        "arguments", [["status"], ["status", "--json"], ["umount", "/nowhere"], ["warm", "/nowhere", "."], ["--help"]]
+    )
     def test_light_commands_load_nothing_heavy(self, arguments: list[str]) -> None:
         code = (
             "import sys; from dmfs.cli.main import run; run(sys.argv[1:]); "
