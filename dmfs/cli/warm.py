@@ -7,6 +7,7 @@ knows it; the daemon, which must not touch its own mount, is then given their na
 import contextlib
 import json
 import os
+import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from dmfs.cli import bounded, client
 from dmfs.cli.output import amount, note
 from dmfs.cli.paths import find_daemon, is_inside, real_mountpoint
 from dmfs.cli.walk import Seen, count, walk
-from dmfs.errors import DaemonUnresponsive, NotMounted, UserError
+from dmfs.errors import NotMounted, UserError
 from dmfs.fuse import mounting
 from dmfs.metrics import WarmProgress
 from dmfs.protocol import MAX_BATCH, MAX_REQUEST, path_to_text
@@ -25,7 +26,7 @@ from dmfs.runtime import MountRecord, records
 from dmfs.types import MiB
 
 ANSWER_TIMEOUT = 5.0  # seconds after which a daemon that says nothing is taken for hung
-LOOK_TIMEOUT = 60.0  # seconds without a file found, after which the mount is taken for hung
+PATIENCE = 10.0  # seconds without a file found, after which we ask whether it is the daemon that hangs
 LINGER = (
     0.2  # seconds a batch that is not full waits for more: a source whose stats are slow must not starve the copying
 )
@@ -80,6 +81,7 @@ class _Outcome:
         skipped: what is neither a file nor a directory of this mount.
         seen, seen_bytes: files of the batches that are over, whatever became of them.
         empty: those of them without any bytes, which need no push.
+        has_waited: the user has been told that the source does not answer.
     """
 
     counts: WarmProgress = field(default_factory=WarmProgress)
@@ -87,6 +89,7 @@ class _Outcome:
     seen: int = 0
     seen_bytes: int = 0
     empty: int = 0
+    has_waited: bool = False
 
     def add(self, batch: list[Seen], progress: WarmProgress) -> None:
         """A batch is over."""
@@ -138,11 +141,11 @@ def _warm(record: MountRecord, where: tuple[str, int, tuple[str, ...]], *, push:
 
             show = stack.enter_context(Bar(stack.enter_context(bounded.Stream(count, *where)))).show
         run = stack.enter_context(client.WarmRun(record))
+
+        def show_progress(progress: WarmProgress) -> None:
+            show(outcome.seen + progress.files, outcome.seen_bytes + progress.bytes)
+
         while batch := _next_batch(found, outcome, record):
-
-            def show_progress(progress: WarmProgress) -> None:
-                show(outcome.seen + progress.files, outcome.seen_bytes + progress.bytes)
-
             show_progress(WarmProgress())
             names = [os.fsencode(file.path) for file in batch]
             outcome.add(batch, run.warm(names, push=push, on_progress=show_progress))
@@ -154,23 +157,27 @@ def _show_nothing(files: int, size: int) -> None:
 
 
 def _next_batch(found: bounded.Stream[Seen], outcome: _Outcome, record: MountRecord) -> list[Seen]:
-    """The next files to ask for, none at the end; what is found besides goes into `outcome`."""
+    """The next files to ask for, none at the end; what is found besides goes into `outcome`.
+
+    Waits for a source that hangs, as any reader would, but not for a daemon that does.
+    """
     batch: list[Seen] = []
     size = length = 0
     started = 0.0
     # One more path, each byte as \udcff, fits into the other half of a request.
     while len(batch) < MAX_BATCH and size < BATCH_BYTES and length < MAX_REQUEST // 2:
         try:
-            seen = found.take(started + LINGER - time.monotonic() if batch else LOOK_TIMEOUT)
+            seen = found.take(started + LINGER - time.monotonic() if batch else PATIENCE)
         except EOFError:
             break
         except TimeoutError:
             if batch:
                 break
-            raise DaemonUnresponsive(
-                f"the mount {record.mountpoint} has not answered for {LOOK_TIMEOUT:.0f} s: "
-                "dmfs status says what it waits for"
-            ) from None
+            client.ask(record, {"op": "status"}, timeout=ANSWER_TIMEOUT)
+            if not outcome.has_waited:
+                note(f"waiting for the source: dmfs status {shlex.quote(record.mountpoint)} says for which answers")
+                outcome.has_waited = True
+            continue
         if seen.kind == "skipped":
             outcome.skipped += 1
         elif seen.kind == "failed":
