@@ -57,9 +57,8 @@ def command(mountpoint: str, paths: tuple[str, ...], push: bool, as_json: bool) 
       # the whole dataset
       dmfs warm /tmp/imagenet .
       dmfs warm /tmp/imagenet train/n01440764 /tmp/imagenet/val
-      # the first read is as fast as memory then
+      # of a mount with --io pagecache: the first read is as fast as memory
       dmfs warm /tmp/imagenet val --push
-      # only a mount with --io pagecache can be pushed to
     """
     path = real_mountpoint(mountpoint)
     record = _find(path)
