@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 
 import click
 
+from dmfs import privileges
 from dmfs.cli import bounded, client
 from dmfs.cli.output import amount, note
+from dmfs.cli.owners import owner_of
 from dmfs.cli.paths import find_daemon, is_inside, real_mountpoint
 from dmfs.cli.walk import Seen, count, walk
 from dmfs.errors import NotMounted, UserError
@@ -50,7 +52,8 @@ def command(mountpoint: str, paths: tuple[str, ...], push: bool, as_json: bool) 
     found below a PATH are skipped, as are other mounts.
 
     Takes as long as the source takes. Ctrl-C ends it; what has been copied
-    stays. What the cache has no room for is no error: it is counted.
+    stays. What the cache has no room for is no error: it is counted. Root can
+    warm the mounts of all users.
 
     \b
     Examples:
@@ -61,6 +64,10 @@ def command(mountpoint: str, paths: tuple[str, ...], push: bool, as_json: bool) 
       dmfs warm /tmp/imagenet val --push
     """
     path = real_mountpoint(mountpoint)
+    owner = owner_of(mounting.find_mount(path))
+    if owner is not None:
+        with contextlib.suppress(OSError):  # a root that may not, as in a container, is told that it is not its mount
+            privileges.become(owner)
     record = _find(path)
     client.ask(record, {"op": "status"}, timeout=ANSWER_TIMEOUT)  # or the first look into the mount would hang
     outcome = _warm(record, (path, _device(path), paths), push=push)
@@ -136,7 +143,8 @@ def _warm(record: MountRecord, where: tuple[str, int, tuple[str, ...]], *, push:
         found = stack.enter_context(bounded.Stream(walk, *where))
         show = _show_nothing
         if sys.stderr.isatty():
-            from dmfs.cli.bar import Bar  # rich
+            with privileges.raised():  # Python may be in a folder that is root's alone
+                from dmfs.cli.bar import Bar  # rich
 
             show = stack.enter_context(Bar(stack.enter_context(bounded.Stream(count, *where)))).show
         run = stack.enter_context(client.WarmRun(record))

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pty
 import pwd
 import signal
 import stat
@@ -215,6 +216,30 @@ def test_root_sees_and_unmounts_it(dataset: Path, dmfs_mount: MountFactory) -> N
     mount.send_signal(signal.SIGSTOP)
     mount.umount("--force")
     assert str(mount.view) not in dmfs_as_user("status", "--json").stdout
+
+
+def test_root_warms_it(dataset: Path, dmfs_mount: MountFactory) -> None:
+    """As that user, of whom it may be that he cannot read the code: that of the progress bar is loaded late."""
+    mount = dmfs_mount(dataset, user=USER.pw_name, way="pagecache")
+    terminal, theirs = pty.openpty()
+    process = subprocess.Popen(
+        dmfs_command("warm", str(mount.view), ".", "--push"),
+        env=mount.environment | {"TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+    )
+    os.close(theirs)
+    said, _ = process.communicate(timeout=30)
+    shown = os.read(terminal, 65536).decode()
+    os.close(terminal)
+    assert process.returncode == 0, shown
+    assert f"{len(SIZES)} files" in said
+    assert f"{len(SIZES)} copied now, 0 there before; {len(SIZES)} pushed into memory." in said
+    assert f"/{len(SIZES)}" in shown
+    assert read_as_user(mount.view) == WHOLE
+    assert mount.status()["served"]["local"]["reads"] == 0
 
 
 def test_killed_and_mounted_again(dataset: Path, dmfs_mount: MountFactory) -> None:
