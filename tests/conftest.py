@@ -1,6 +1,7 @@
 """Fixtures of all tests, the `--full` switch, and the daemons' logs shown with a failed test."""
 
 import os
+import stat
 import tempfile
 import threading
 from collections.abc import Generator, Iterator
@@ -69,6 +70,15 @@ def dmfs_mount() -> Iterator[MountFactory]:
     factory = MountFactory()
     yield factory
     factory.close()
+
+
+@pytest.fixture
+def open_fuse_device() -> Iterator[None]:
+    """Lets everybody open /dev/fuse, as distributions do."""
+    mode = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
+    os.chmod("/dev/fuse", 0o666)
+    yield
+    os.chmod("/dev/fuse", mode)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ Among a test's arguments they stand before `dmfs_mount`, so that they outlive th
 import contextlib
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -45,14 +44,11 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def user_folder() -> Iterator[Path]:
-    """A folder of an ordinary user, who may open /dev/fuse meanwhile, as distributions allow."""
+def user_folder(open_fuse_device: None) -> Iterator[Path]:
+    """A folder of an ordinary user, who may open /dev/fuse meanwhile."""
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
     folder = Path(tempfile.mkdtemp(prefix="dm-", dir="/tmp"))
     os.chown(folder, NOBODY, NOBODY)
-    mode = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
-    os.chmod("/dev/fuse", 0o666)
     yield folder
-    os.chmod("/dev/fuse", mode)
     shutil.rmtree(folder)
