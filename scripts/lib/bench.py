@@ -9,7 +9,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from scripts.lib import bench_epochs, bench_startup, bench_warm
+from scripts.lib import bench_compare, bench_epochs, bench_startup, bench_warm
+from scripts.lib.bench_compare import NoRoom
 from scripts.lib.bench_report import Report
 from scripts.lib.mounts import MountFailed, interrupt_once
 from scripts.lib.readers import ReadError
@@ -46,7 +47,7 @@ def main() -> None:
 
     \b
     Example: scripts/bench warm --quick
-             scripts/bench epochs --plot epochs.png
+             scripts/bench compare --plot compare.png
     """
 
 
@@ -65,7 +66,7 @@ def measure(
         with tempfile.TemporaryDirectory(prefix="dmfs-bench-", dir=folder) as work, progress.status("") as status:
             for step in steps(Path(work).resolve()):
                 status.update(step)
-    except (MountFailed, SlowFsError, ReadError) as exc:
+    except (MountFailed, SlowFsError, ReadError, NoRoom) as exc:
         progress.print(f"[bold red]failed[/]: {exc}", highlight=False)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -132,6 +133,28 @@ def startup(rounds: int, quick: bool, **output: Any) -> None:
     report = Report("Start-up", base=bench_startup.BASE, ratio_name="times the seconds of")
     copies = bench_startup.COPIES_QUICK if quick else bench_startup.COPIES
     measure(report, lambda work: bench_startup.run(work, report, rounds=rounds, copies=copies), **output)
+
+
+@main.command()
+@common_options
+@click.option(
+    "--variant",
+    "variants",
+    multiple=True,
+    type=click.Choice(list(bench_compare.CONTESTANTS)),
+    help="Only these (repeatable); native is always measured.",
+)
+@click.option("--install", is_flag=True, expose_value=False, help="First install bindfs, rclone and JuiceFS.")
+def compare(rounds: int, quick: bool, variants: tuple[str, ...], **output: Any) -> None:
+    """dmfs in each I/O mode, and what you would use in its place, against the directory itself.
+
+    \b
+    Example: scripts/bench compare --install --plot compare.png
+    """
+    sizes = bench_compare.QUICK if quick else bench_compare.FULL
+    report = bench_compare.new_report(sizes)
+    chosen = variants or list(bench_compare.CONTESTANTS)
+    measure(report, lambda work: bench_compare.run(work, report, rounds=rounds, sizes=sizes, variants=chosen), **output)
 
 
 if __name__ == "__main__":

@@ -109,12 +109,14 @@ class Report:
                 table.add_column(name, justify="right", width=width, header_style="dim")
             for series in (series for series in self.series if series.case == case):
                 ratios = self.ratios(series)
-                spread = (
-                    [_number(value) for value in (min(ratios), median(ratios), max(ratios))] if ratios else [""] * 3
-                )
-                value = f"{_number(median(series.values))} {series.unit}"
+                spread = [number(value) for value in (min(ratios), median(ratios), max(ratios))] if ratios else [""] * 3
+                value = f"{number(median(series.values))} {series.unit}"
                 table.add_row(series.variant, value, *spread, f"{median(series.cpu):.0%}" if series.cpu else "")
             console.print(table, "")
+        self.print_checks(console)
+
+    def print_checks(self, console: Console) -> None:
+        """A line for each kind of check: met, or by how much one was missed."""
         for name in dict.fromkeys(check.name for check in self.checks):
             missed = [check for check in self.checks if check.name == name and not check.is_met]
             found = next(check for check in self.checks if check.name == name) if not missed else missed[0]
@@ -126,7 +128,11 @@ class Report:
 
     def as_json(self) -> str:
         """Everything, values of all rounds included."""
-        document: dict[str, Any] = {
+        return json.dumps(self.document(), indent=2)
+
+    def document(self) -> dict[str, Any]:
+        """What JSON is made of."""
+        return {
             "title": self.title,
             "base": self.base,
             "ratio": self.ratio_name,
@@ -139,7 +145,6 @@ class Report:
             "series": [asdict(series) | {"ratios": self.ratios(series)} for series in self.series],
             "checks": [asdict(check) | {"is_met": check.is_met} for check in self.checks],
         }
-        return json.dumps(document, indent=2)
 
     def plot(self, file: Path) -> None:
         """A bar per case and variant: the median ratio, a line from least to greatest. The suffix says the format."""
@@ -184,6 +189,6 @@ class Report:
         figure.savefig(file, dpi=150)
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Three digits that mean something."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value < 1 else f"{value:.2f}"

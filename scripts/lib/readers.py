@@ -5,13 +5,14 @@ ready, and all begin together. A worker is this file run as a program, with JSON
 """
 
 import json
+import mmap
 import os
 import random
 import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,6 +22,9 @@ import xxhash
 
 REQUEST_SIZE = 1024 * 1024
 """Bytes asked for in one read call, if nothing else is said."""
+
+PAGE_SIZE = 4096
+"""Bytes copied at each offset of a mapped file."""
 
 _REPORT_INTERVAL = 0.1  # seconds between two progress lines of a worker
 
@@ -96,6 +100,7 @@ class ReaderPool:
         paths: list[str],
         *,
         request_size: int = REQUEST_SIZE,
+        touch: Sequence[int] = (),
         drop_pages: bool = False,
         digest: bool = False,
         on_progress: Callable[[int, int], object] | None = None,
@@ -104,6 +109,8 @@ class ReaderPool:
         """Read the files `paths` below `root`, dealt out to the workers in turn.
 
         Args:
+            touch: offsets. If there are any, each file is mapped instead of read, and PAGE_SIZE bytes are copied at each
+                of them, in this order.
             drop_pages: give each file's pages back to the kernel before closing it (POSIX_FADV_DONTNEED), so that the
                 next read of it is served by the file system and not by the page cache.
             on_progress: called with the files and bytes read since the last call, every 0.1 s.
@@ -118,6 +125,7 @@ class ReaderPool:
                 "root": os.fspath(root),
                 "paths": paths[index :: self.count],
                 "request_size": request_size,
+                "touch": list(touch),
                 "drop_pages": drop_pages,
                 "digest": digest,
                 "report": on_progress is not None,
@@ -187,6 +195,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     """One worker's share of an epoch."""
     root = job["root"].encode() + b"/"
     paths: list[str] = job["paths"]
+    touch: list[int] = job["touch"]
     drop_pages, digest, report = job["drop_pages"], job["digest"], job["report"]
     buffer = bytearray(job["request_size"])
     view = memoryview(buffer)
@@ -197,7 +206,9 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     for path in paths:
         fd = os.open(root + path.encode(), os.O_RDONLY)
         hasher = xxhash.xxh3_64() if digest else None
-        while True:
+        if touch:
+            size += _touch(fd, touch)
+        while not touch:
             got = os.readv(fd, [view])
             size += got
             if hasher:
@@ -224,6 +235,15 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         "bytes": size,
         "digests": digests,
     }
+
+
+def _touch(fd: int, offsets: list[int]) -> int:
+    """Map a file and copy a page at each of the offsets; returns the bytes copied."""
+    copied = 0
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped:
+        for offset in offsets:
+            copied += len(mapped[offset : offset + PAGE_SIZE])
+    return copied
 
 
 def _worker_main() -> None:
