@@ -2,9 +2,9 @@
 
 Every contestant keeps the files on the local disk, and they are in the page cache below it before each measurement, so
 that the way through the file system is measured and not the disk. It is mounted anew for each group of files in each
-round: `first` reads what is not in the pages of the mount itself yet, `again` is the same once more. A pass that is over
-quickly is repeated, unless it is a first one, which cannot be; the value is that of all passes together. A contestant
-that is missing, fails or hangs is named and left out.
+round: `first` reads what is not in the pages of the mount itself yet, `again` is the same once more. A pass that is
+over quickly is repeated, unless it is a first one, which cannot be; the value is that of all passes together. A
+contestant that is missing, fails or hangs is named and left out.
 """
 
 import random
@@ -21,13 +21,14 @@ from scripts.lib import dataset
 from scripts.lib.bench_compare_report import AGAIN, FIRST, CompareReport, case_name
 from scripts.lib.contestants import Bindfs, Contestant, Dmfs, JuiceFs, Loopback, Native, NotInstalled, Rclone, Served
 from scripts.lib.dataset import total_bytes
-from scripts.lib.mounts import MountFailed, session_cpu_seconds
+from scripts.lib.mounts import MountFailed, run_command, session_cpu_seconds
 from scripts.lib.readers import PAGE_SIZE, ReaderPool, ReadError, shuffled
 
 KiB = 1024
 MiB = 1024 * KiB
 
 SMALL_SIZE = 110 * KiB
+LARGE_SIZE = MiB  # what is not smaller belongs to a large file, also if it is only a part of one
 PROBE = "probe"  # a file of the data set, read to see whether a mount answers
 
 ENOUGH = 0.5  # seconds that the passes of one measurement take together, at least,
@@ -68,7 +69,7 @@ GOALS = {
     ("small", FIRST, PUSHED): 0.7,
     ("small by 4", FIRST, PUSHED): 0.7,
 }
-"""The ratios that dmfs is meant to reach, by group, pass and contestant."""
+"""The ratios that dmfs is meant to reach with the full sizes, by group, pass and contestant."""
 
 
 class NoRoom(Exception):
@@ -77,7 +78,7 @@ class NoRoom(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is read: `large` files of `large_size` bytes, `small` of 110 KiB, `touches` pages of each mapped file."""
+    """How much is read: `large` files of `large_size` bytes, `small` of 110 KiB; of a mapped file, `touches` pages."""
 
     large: int
     large_size: int
@@ -109,6 +110,7 @@ class Group:
         name: in words.
         bytes: that one pass gives.
         unit: of its values.
+        is_large: the files are the large ones.
         touch: the offsets that are touched in each file, if it is mapped and not read.
     """
 
@@ -117,11 +119,14 @@ class Group:
     bytes: int
     readers: int = 1
     unit: str = "files/s"
+    is_large: bool = False
     touch: tuple[int, ...] = ()
 
 
 def new_report(sizes: Sizes) -> CompareReport:
-    """A report without values, that knows the goals."""
+    """A report without values, that knows the goals; none for sizes so small that opening the files is most of it."""
+    if sizes != FULL:
+        return CompareReport(base=Native.name, goals={})
     goals = {(case_name(sizes.groups[group], which), name): goal for (group, which, name), goal in GOALS.items()}
     return CompareReport(base=Native.name, goals=goals)
 
@@ -154,9 +159,14 @@ def run(work: Path, report: CompareReport, *, rounds: int, sizes: Sizes, variant
             touch = tuple(random.Random(number).sample(pages, sizes.touches))
             names = sizes.groups
             groups = [
-                Group(names["large"], large_paths, total_bytes(large), unit="GB/s"),
+                Group(names["large"], large_paths, total_bytes(large), unit="GB/s", is_large=True),
                 Group(
-                    names["mapped"], large_paths, sizes.large * len(touch) * PAGE_SIZE, unit="k pages/s", touch=touch
+                    names["mapped"],
+                    large_paths,
+                    sizes.large * len(touch) * PAGE_SIZE,
+                    unit="k pages/s",
+                    is_large=True,
+                    touch=touch,
                 ),
                 Group(names["small"], order, total_bytes(small)),
                 Group(names["small by 4"], order, total_bytes(small), readers=4),
@@ -164,7 +174,7 @@ def run(work: Path, report: CompareReport, *, rounds: int, sizes: Sizes, variant
             for group in groups:
                 turn = number % len(contestants)
                 for contestant in (*contestants[turn:], *contestants[:turn]):
-                    if contestant.name == PUSHED and group.unit != "files/s":
+                    if contestant.name == PUSHED and group.is_large:
                         continue
                     yield f"round {number + 1} of {rounds}: {group.name}: {contestant.name}"
                     if not meter.measure(contestant, group):
@@ -182,6 +192,11 @@ def _check_room(work: Path, size: int) -> None:
                 f"{what}: {found / 1e9:.1f} GB are free, {wanted / 1e9:.1f} GB are needed; "
                 "try --quick (or --dir, if it is the disk)"
             )
+
+
+def _files(folder: Path) -> list[str]:
+    """All files below a folder, relative to it."""
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
 
 
 class _Meter:
@@ -225,16 +240,24 @@ class _Meter:
         contestant.prepare(
             len(files), lambda root: self._pool(4).read(root, files, drop_pages=True, timeout=FILL_TIMEOUT)
         )
+        run_command(
+            ["sync", "--file-system", str(contestant.backing)], timeout=FILL_TIMEOUT
+        )  # or pages cannot be dropped
         if contestant.version:
             self._report.add_version(contestant.version)
 
     def _measure(self, contestant: Contestant, group: Group) -> None:
-        self._warm(contestant.backing)
+        backing = contestant.backing
+        files = [path for path in _files(backing) if ((backing / path).stat().st_size >= LARGE_SIZE) == group.is_large]
+        # How fast pages are read depends on how they came into the page cache: those of a file just written, or read by
+        # several in pieces, differ by up to half from those of one read from end to end. So all are read in anew.
+        self._read(backing, files, drop_pages=True)
+        self._read(backing, files)
         with contestant.mounted(group.paths) as served:
             self._pool(1).read(served.root, [PROBE], timeout=PASS_TIMEOUT)
             self._passes(contestant, group, FIRST, served, repeats=contestant.name == self._report.base)
             if contestant.name != PUSHED:
-                self._warm(contestant.backing)
+                self._read(backing, files)
                 self._passes(contestant, group, AGAIN, served, repeats=True)
             if served.dmfs:
                 found = served.dmfs.status()["source"]["bytes"]
@@ -256,10 +279,9 @@ class _Meter:
         value = passes * amounts[group.unit] / seconds
         self._report.add(case_name(group.name, which), contestant.name, value, unit=group.unit, cpu=cpu)
 
-    def _warm(self, folder: Path) -> None:
-        """Have all files below a folder of a local disk in the page cache."""
-        paths = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-        self._pool(4).read(folder, paths, timeout=FILL_TIMEOUT)
+    def _read(self, folder: Path, files: list[str], *, drop_pages: bool = False) -> None:
+        """Have files of a local disk in the page cache, or not there."""
+        self._pool(4).read(folder, files, drop_pages=drop_pages, timeout=FILL_TIMEOUT)
 
     def _pool(self, readers: int) -> ReaderPool:
         """The pool of so many readers, started if there is none."""

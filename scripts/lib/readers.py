@@ -109,8 +109,8 @@ class ReaderPool:
         """Read the files `paths` below `root`, dealt out to the workers in turn.
 
         Args:
-            touch: offsets. If there are any, each file is mapped instead of read, and PAGE_SIZE bytes are copied at each
-                of them, in this order.
+            touch: offsets. If there are any, each file is mapped instead of read, and PAGE_SIZE bytes are copied at
+                each of them, in this order.
             drop_pages: give each file's pages back to the kernel before closing it (POSIX_FADV_DONTNEED), so that the
                 next read of it is served by the file system and not by the page cache.
             on_progress: called with the files and bytes read since the last call, every 0.1 s.
