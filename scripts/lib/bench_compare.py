@@ -28,6 +28,7 @@ KiB = 1024
 MiB = 1024 * KiB
 
 SMALL_SIZE = 110 * KiB
+LARGE, SMALL = "large", "small"  # folders of the data set
 LARGE_SIZE = MiB  # what is not smaller belongs to a large file, also if it is only a part of one
 PROBE = "probe"  # a file of the data set, read to see whether a mount answers
 
@@ -110,7 +111,7 @@ class Group:
         name: in words.
         bytes: that one pass gives.
         unit: of its values.
-        is_large: the files are the large ones.
+        folder: of the data set, that the files are in.
         touch: the offsets that are touched in each file, if it is mapped and not read.
     """
 
@@ -119,7 +120,7 @@ class Group:
     bytes: int
     readers: int = 1
     unit: str = "files/s"
-    is_large: bool = False
+    folder: str = SMALL
     touch: tuple[int, ...] = ()
 
 
@@ -141,15 +142,17 @@ def run(work: Path, report: CompareReport, *, rounds: int, sizes: Sizes, variant
     _check_room(work, (sizes.large * sizes.large_size + sizes.small * SMALL_SIZE))
     yield "making the files"
     source = work / "source"
-    large = dataset.make_plain(source / "large", count=sizes.large, size=sizes.large_size)
-    small = dataset.make_plain(source / "small", count=sizes.small, size=SMALL_SIZE)
+    large = dataset.make_plain(source / LARGE, count=sizes.large, size=sizes.large_size)
+    small = dataset.make_plain(source / SMALL, count=sizes.small, size=SMALL_SIZE)
     (source / PROBE).write_bytes(b"\n")
-    large_paths = [f"large/{sample.path}" for sample in large]
-    small_paths = [f"small/{sample.path}" for sample in small]
+    large_paths = [f"{LARGE}/{sample.path}" for sample in large]
+    small_paths = [f"{SMALL}/{sample.path}" for sample in small]
     with _Meter(report) as meter:
         contestants: list[Contestant] = []
-        for variant in dict.fromkeys(["native", *variants]):
-            contestant = CONTESTANTS[variant](source, work / variant)
+        for variant, make in CONTESTANTS.items():
+            if variant not in {"native", *variants}:
+                continue
+            contestant = make(source, work / variant)
             yield f"preparing {contestant.name}"
             if meter.prepare(contestant, [PROBE, *large_paths, *small_paths]):
                 contestants.append(contestant)
@@ -159,13 +162,13 @@ def run(work: Path, report: CompareReport, *, rounds: int, sizes: Sizes, variant
             touch = tuple(random.Random(number).sample(pages, sizes.touches))
             names = sizes.groups
             groups = [
-                Group(names["large"], large_paths, total_bytes(large), unit="GB/s", is_large=True),
+                Group(names["large"], large_paths, total_bytes(large), unit="GB/s", folder=LARGE),
                 Group(
                     names["mapped"],
                     large_paths,
                     sizes.large * len(touch) * PAGE_SIZE,
                     unit="k pages/s",
-                    is_large=True,
+                    folder=LARGE,
                     touch=touch,
                 ),
                 Group(names["small"], order, total_bytes(small)),
@@ -174,7 +177,7 @@ def run(work: Path, report: CompareReport, *, rounds: int, sizes: Sizes, variant
             for group in groups:
                 turn = number % len(contestants)
                 for contestant in (*contestants[turn:], *contestants[:turn]):
-                    if contestant.name == PUSHED and group.is_large:
+                    if contestant.name == PUSHED and group.folder != SMALL:
                         continue
                     yield f"round {number + 1} of {rounds}: {group.name}: {contestant.name}"
                     if not meter.measure(contestant, group):
@@ -243,17 +246,20 @@ class _Meter:
         run_command(
             ["sync", "--file-system", str(contestant.backing)], timeout=FILL_TIMEOUT
         )  # or pages cannot be dropped
-        if contestant.version:
-            self._report.add_version(contestant.version)
+        self._report.add_variant(contestant.name, contestant.version)
 
     def _measure(self, contestant: Contestant, group: Group) -> None:
         backing = contestant.backing
-        files = [path for path in _files(backing) if ((backing / path).stat().st_size >= LARGE_SIZE) == group.is_large]
+        files = [
+            path
+            for path in _files(backing)
+            if ((backing / path).stat().st_size >= LARGE_SIZE) == (group.folder == LARGE)
+        ]
         # How fast pages are read depends on how they came into the page cache: those of a file just written, or read by
         # several in pieces, differ by up to half from those of one read from end to end. So all are read in anew.
         self._read(backing, files, drop_pages=True)
         self._read(backing, files)
-        with contestant.mounted(group.paths) as served:
+        with contestant.mounted(group.folder) as served:
             self._pool(1).read(served.root, [PROBE], timeout=PASS_TIMEOUT)
             self._passes(contestant, group, FIRST, served, repeats=contestant.name == self._report.base)
             if contestant.name != PUSHED:

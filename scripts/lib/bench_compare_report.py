@@ -25,6 +25,7 @@ _NAME_WIDTH = 24
 
 _COLOURS = {True: "#0b6e99", False: "#7a7a7a"}  # ours, others'
 _GOAL_COLOUR = "#d1495b"
+_LABEL_WIDTH = 1.5  # a figure on the log axis: from its left end to its right, as a ratio
 
 
 def case_name(group: str, which: str) -> str:
@@ -37,6 +38,7 @@ class CompareReport(Report):
 
     Attributes:
         goals: the ratio that a median is meant to reach, by case and variant. Missing one is no failed check.
+        variants: all that may have series, in the order in which they are drawn.
         versions: of what was measured.
         left_out: why, by variant.
     """
@@ -44,12 +46,14 @@ class CompareReport(Report):
     def __init__(self, *, base: str, goals: dict[tuple[str, str], float]) -> None:
         super().__init__("Files on the local disk", base=base, ratio_name="times as fast as")
         self.goals = goals
+        self.variants: list[str] = []
         self.versions: list[str] = []
         self.left_out: dict[str, str] = {}
 
-    def add_version(self, version: str) -> None:
-        """Note what is measured, once."""
-        if version not in self.versions:
+    def add_variant(self, variant: str, version: str | None) -> None:
+        """Note what will be measured; one version may be that of several."""
+        self.variants.append(variant)
+        if version and version not in self.versions:
             self.versions.append(version)
 
     def leave_out(self, variant: str, reason: str) -> None:
@@ -127,7 +131,8 @@ class CompareReport(Report):
         from matplotlib.ticker import FuncFormatter, NullFormatter
 
         groups = list(dict.fromkeys(case.rpartition(", ")[0] for case in self.cases))
-        variants = list(dict.fromkeys(series.variant for series in self.series if series.variant != self.base))
+        drawn = {series.variant for series in self.series} - {self.base}
+        variants = [variant for variant in self.variants if variant in drawn]
         least = min((min(self.ratios(series)) for series in self.series), default=0.1)
         figure, panels = plt.subplots(
             (len(groups) + 1) // 2,
@@ -160,34 +165,37 @@ class CompareReport(Report):
         marks = [
             Line2D([], [], color="black", marker="o", mfc="white", ls="", label="read for the first time"),
             Line2D([], [], color="black", marker="o", ls="", label="read again"),
+            Line2D([], [], color="black", alpha=0.3, lw=6, label="least to greatest"),
             Line2D([], [], color=_GOAL_COLOUR, marker="|", ms=11, mew=2, ls="", label="goal"),
         ]
-        figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+        figure.legend(handles=marks, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
         figure.savefig(file, dpi=150)
         plt.close(figure)
 
     def _draw(self, axes: Any, row: int, group: str, variant: str) -> None:
         """One line of a panel: a hollow mark for the first reading, a full one for the second, and their goals."""
         colour = _COLOURS[variant.startswith(OURS)]
-        middles = {}
-        for which in (FIRST, AGAIN):
-            series = self.find(case_name(group, which), variant)
-            if series is None:
-                continue
-            ratios = self.ratios(series)
-            middles[which] = median(ratios)
-            axes.plot([min(ratios), max(ratios)], [row, row], color=colour, lw=6, alpha=0.3, solid_capstyle="butt")
+        found = [(which, self.find(case_name(group, which), variant)) for which in (FIRST, AGAIN)]
+        ratios = {which: self.ratios(series) for which, series in found if series}
+        middles = {which: median(values) for which, values in ratios.items()}
+        goals = [goal for _, series in found if series and (goal := self.goal(series))]
+        for which, values in ratios.items():
             fill = "white" if which == FIRST else colour
+            axes.plot([min(values), max(values)], [row, row], color=colour, lw=6, alpha=0.3, solid_capstyle="butt")
             axes.plot([middles[which]], [row], marker="o", ms=7, mfc=fill, mec=colour, mew=1.5, zorder=4)
-            if (goal := self.goal(series)) is not None:
-                axes.plot([goal], [row], marker="|", ms=16, mew=2, color=_GOAL_COLOUR, zorder=3)
         axes.plot(middles.values(), [row] * len(middles), color=colour, lw=1.5, zorder=2)
-        # Outside of the two marks, where they cannot cover each other.
+        axes.plot(goals, [row] * len(goals), marker="|", ms=16, mew=2, ls="", color=_GOAL_COLOUR, zorder=3)
+        # The figures stand outside of the marks, the least on the left, where they cannot cover each other.
+        least = min(middles, key=lambda which: middles[which]) if len(middles) > 1 else None
         for which, middle in middles.items():
-            is_left = len(middles) > 1 and which == min(middles, key=lambda key: middles[key])
+            is_left = which == least
+            edge = min(ratios[which]) if is_left else max(ratios[which])
+            for goal in goals:
+                if edge < goal < edge * _LABEL_WIDTH and not is_left:
+                    edge = goal
             axes.annotate(
                 _ratio(middle),
-                (middle, row),
+                (edge, row),
                 (-7 if is_left else 7, 0),
                 textcoords="offset points",
                 ha="right" if is_left else "left",

@@ -1,5 +1,8 @@
 """Warm reads: how fast a mount gives what lies on the local disk already, against a bare pyfuse3 loop-back file system.
 
+dmfs's kernel front end answers by messages here (`--io plain`), as the loop-back does; what else it can is part of
+`bench_compare.py`.
+
 The bytes are in the page cache below every variant (the source's files for `native` and `loopback`, dmfs's copies for
 dmfs), so that the path through the file system is measured and not the disk. Every variant is mounted anew for each
 round: nothing is in the page cache of the mount itself at first. Small files are read `first` in two halves: one whose
@@ -118,7 +121,8 @@ def _mounted(
         with loopback(source, mountpoint) as pid:
             yield mountpoint, pid
     else:
-        with DmfsMount(source, mountpoint, cache, front_end=variant) as mount:
+        io = "plain" if variant == "kernel" else None
+        with DmfsMount(source, mountpoint, cache, front_end=variant, io=io) as mount:
             mount.wait_idle()
             yield mountpoint, mount.pid
             name = f"{NAMES[variant]}: bytes read from the source"

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +85,8 @@ class Contestant(ABC):
         self.home.mkdir()
 
     @abstractmethod
-    def mounted(self, paths: Sequence[str] = ()) -> AbstractContextManager[Served]:
-        """Mounts it and unmounts it at the end. `paths` will be read, for one that can be told. Raises MountFailed."""
+    def mounted(self, folder: str = "") -> AbstractContextManager[Served]:
+        """Mounts it and unmounts it at the end. `folder` will be read, for one that can be told. Raises MountFailed."""
 
 
 class Native(Contestant):
@@ -95,7 +95,7 @@ class Native(Contestant):
     name = "native"
 
     @contextmanager
-    def mounted(self, paths: Sequence[str] = ()) -> Iterator[Served]:
+    def mounted(self, folder: str = "") -> Iterator[Served]:
         """Nothing to mount."""
         yield Served(self.source, None)
 
@@ -132,11 +132,11 @@ class Dmfs(Contestant):
             mount.wait_idle(copies=files)
 
     @contextmanager
-    def mounted(self, paths: Sequence[str] = ()) -> Iterator[Served]:
-        """Ready to serve; the paths have been pushed where the variant does that."""
+    def mounted(self, folder: str = "") -> Iterator[Served]:
+        """Ready to serve; the folder has been pushed where the variant does that."""
         with self._mounted() as mount:
             if self._pushes:
-                mount.push(paths)
+                mount.push(folder)
             yield Served(mount.mountpoint, mount.pid, mount)
 
     @contextmanager
@@ -161,7 +161,7 @@ class Loopback(Contestant):
         return f"pyfuse3 {importlib.metadata.version('pyfuse3')}"
 
     @contextmanager
-    def mounted(self, paths: Sequence[str] = ()) -> Iterator[Served]:
+    def mounted(self, folder: str = "") -> Iterator[Served]:
         """Over the source."""
         with loopback(self.source, self.mountpoint) as pid:
             yield Served(self.mountpoint, pid)
@@ -232,7 +232,7 @@ class Bindfs(Program):
     install = "apt-get install bindfs"
 
     @contextmanager
-    def mounted(self, paths: Sequence[str] = ()) -> Iterator[Served]:
+    def mounted(self, folder: str = "") -> Iterator[Served]:
         """Over the source."""
         options = f"attr_timeout={HOUR},entry_timeout={HOUR},kernel_cache"
         with self._served("-f", "-r", "-o", options, str(self.source), str(self.mountpoint)) as pid:
@@ -258,7 +258,7 @@ class Rclone(Program):
             self._fill(fill, self.backing)
 
     @contextmanager
-    def mounted(self, paths: Sequence[str] = ()) -> Iterator[Served]:
+    def mounted(self, folder: str = "") -> Iterator[Served]:
         """Over the source, as a remote of the kind `local`."""
         limits = ["--vfs-cache-mode", "full", "--vfs-cache-max-age", "24h", "--vfs-fast-fingerprint"]
         timeouts = ["--dir-cache-time", "1h", "--attr-timeout", "1h", "--poll-interval", "0"]
@@ -296,7 +296,7 @@ class JuiceFs(Program):
             self._fill(lambda root: self._run("warmup", str(root)), self.backing)
 
     @contextmanager
-    def mounted(self, paths: Sequence[str] = ()) -> Iterator[Served]:
+    def mounted(self, folder: str = "") -> Iterator[Served]:
         """Read-only."""
         with self._mounted("--read-only") as pid:
             yield Served(self.mountpoint, pid)

@@ -141,9 +141,11 @@ class DmfsMount:
         _dmfs("umount", str(self.mountpoint), *(["--force"] if force else []))
         self.pid = 0
 
-    def push(self, paths: Sequence[str]) -> None:
-        """Have the files `paths` below the mountpoint pushed into the page cache. Raises MountFailed."""
-        _dmfs("warm", str(self.mountpoint), "--push", *(str(self.mountpoint / path) for path in paths))
+    def push(self, folder: str) -> None:
+        """Have all files of a folder of the mount pushed into the page cache. Raises MountFailed."""
+        counts = json.loads(_dmfs("warm", str(self.mountpoint), str(self.mountpoint / folder), "--push", "--json"))
+        if counts["pushed"] < counts["files"]:
+            raise MountFailed(f"of {counts['files']:,} files {counts['pushed']:,} were pushed")
 
     def status(self) -> dict[str, Any]:
         """What `dmfs status --json` says of this mount. Raises MountFailed."""

@@ -40,7 +40,8 @@ def report() -> CompareReport:
                 for value, share in zip((10.0, 20.0, 30.0), (0.9, 1.0, 1.1), strict=True):
                     ratio = share / (1 + number) if number else 1.0
                     report.add(case_name(group, which), name, value * ratio, unit="k pages/s", cpu=0.5)
-    report.add_version("bindfs 1.2.3")
+    for variant, make in bench_compare.CONTESTANTS.items():
+        report.add_variant(make(Path("/source"), Path("/home") / variant).name, "bindfs 1.2.3")
     return report
 
 
