@@ -3,8 +3,8 @@
 Every contestant keeps the files on the local disk, and they are in the page cache below it before each measurement, so
 that the way through the file system is measured and not the disk. It is mounted anew for each group of files in each
 round: `first` reads what is not in the pages of the mount itself yet, `again` is the same once more. A pass that is
-over quickly is repeated, unless it is a first one, which cannot be; the value is that of all passes together. A
-contestant that is missing, fails or hangs is named and left out.
+over quickly is repeated, unless it is a first one, which cannot be; the value is that of the median pass, as what else
+the machine does falls on some of them only. A contestant that is missing, fails or hangs is named and left out.
 """
 
 import random
@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 
 from scripts.lib import dataset
@@ -197,9 +198,10 @@ def _check_room(work: Path, size: int) -> None:
             )
 
 
-def _files(folder: Path) -> list[str]:
-    """All files below a folder, relative to it."""
-    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+def _files(folder: Path, *, are_large: bool) -> list[str]:
+    """The large files below a folder, or the others, relative to it."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [str(path.relative_to(folder)) for path in files if (path.stat().st_size >= LARGE_SIZE) == are_large]
 
 
 class _Meter:
@@ -243,18 +245,13 @@ class _Meter:
         contestant.prepare(
             len(files), lambda root: self._pool(4).read(root, files, drop_pages=True, timeout=FILL_TIMEOUT)
         )
-        run_command(
-            ["sync", "--file-system", str(contestant.backing)], timeout=FILL_TIMEOUT
-        )  # or pages cannot be dropped
+        # Pages that are not on the disk yet could not be dropped.
+        run_command(["sync", "--file-system", str(contestant.backing)], timeout=FILL_TIMEOUT)
         self._report.add_variant(contestant.name, contestant.version)
 
     def _measure(self, contestant: Contestant, group: Group) -> None:
         backing = contestant.backing
-        files = [
-            path
-            for path in _files(backing)
-            if ((backing / path).stat().st_size >= LARGE_SIZE) == (group.folder == LARGE)
-        ]
+        files = _files(backing, are_large=group.folder == LARGE)
         # How fast pages are read depends on how they came into the page cache: those of a file just written, or read by
         # several in pieces, differ by up to half from those of one read from end to end. So all are read in anew.
         self._read(backing, files, drop_pages=True)
@@ -271,18 +268,16 @@ class _Meter:
 
     def _passes(self, contestant: Contestant, group: Group, which: str, served: Served, *, repeats: bool) -> None:
         """Read the files once, or as often as it takes."""
-        seconds = 0.0
-        passes = 0
+        seconds: list[float] = []
         before = session_cpu_seconds(served.pid) if served.pid else 0.0
-        while not passes or (repeats and seconds < ENOUGH and passes < MOST_PASSES):
+        while not seconds or (repeats and sum(seconds) < ENOUGH and len(seconds) < MOST_PASSES):
             epoch = self._pool(group.readers).read(served.root, group.paths, touch=group.touch, timeout=PASS_TIMEOUT)
             if epoch.bytes != group.bytes:
                 raise MountFailed(f"gave {epoch.bytes:,} bytes of {group.bytes:,}")
-            seconds += epoch.seconds
-            passes += 1
-        cpu = (session_cpu_seconds(served.pid) - before) / seconds if served.pid else None
+            seconds.append(epoch.seconds)
+        cpu = (session_cpu_seconds(served.pid) - before) / sum(seconds) if served.pid else None
         amounts = {"GB/s": group.bytes / 1e9, "k pages/s": group.bytes / PAGE_SIZE / 1e3, "files/s": len(group.paths)}
-        value = passes * amounts[group.unit] / seconds
+        value = amounts[group.unit] / median(seconds)
         self._report.add(case_name(group.name, which), contestant.name, value, unit=group.unit, cpu=cpu)
 
     def _read(self, folder: Path, files: list[str], *, drop_pages: bool = False) -> None:

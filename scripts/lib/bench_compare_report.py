@@ -133,7 +133,8 @@ class CompareReport(Report):
         groups = list(dict.fromkeys(case.rpartition(", ")[0] for case in self.cases))
         drawn = {series.variant for series in self.series} - {self.base}
         variants = [variant for variant in self.variants if variant in drawn]
-        least = min((min(self.ratios(series)) for series in self.series), default=0.1)
+        ratios = [ratio for series in self.series for ratio in self.ratios(series)]
+        limits = (min(ratios, default=0.1) / 2, max(ratios, default=1.0) * 1.7)  # with room for the figures
         figure, panels = plt.subplots(
             (len(groups) + 1) // 2,
             2,
@@ -149,7 +150,7 @@ class CompareReport(Report):
             axes.axvline(1, color="black", lw=1, zorder=1)
             axes.set_title(group, loc="left", fontsize=10)
             axes.set_xscale("log")
-            axes.set_xlim(least / 2, 2)
+            axes.set_xlim(*limits)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.xaxis.set_minor_formatter(NullFormatter())
             axes.set_yticks(range(len(variants)), variants)
