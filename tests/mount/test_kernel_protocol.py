@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from dmfs.errors import FuseUnavailable
 from dmfs.fuse import abi
 from dmfs.fuse.kernel import KernelSession
-from dmfs.types import unpack_attributes
+from dmfs.fuse.passthrough import Probe
+from dmfs.tiers.descriptors import Descriptor
+from dmfs.types import AskedIo, unpack_attributes
 from tests.operations.fake_operations import ROOT, FakeOperations, Rule
 
 if TYPE_CHECKING:
@@ -160,6 +162,76 @@ async def test_init_of_an_old_kernel_is_refused(fake: FakeOperations, major: int
     assert f"{major}.{minor}" in str(refusal)
     assert fake.metrics.surprises == 0
     kernel.close()
+
+
+@asynccontextmanager
+async def agreed(
+    fake: FakeOperations, *, io: AskedIo, offered: int, readahead: int = 0
+) -> AsyncIterator[tuple[KernelSession, Kernel, abi.InitIn]]:
+    """A session that was asked for a mode, after INIT, and what it answered: flags and most bytes to read ahead."""
+    fd, end = pair()
+    kernel = Kernel(end)
+    probe = Probe("/tier", Descriptor(os.open(os.devnull, os.O_RDONLY)))
+    served = KernelSession(fd, cast("Operations", fake), io=io, probes=[probe], readahead=readahead)
+    try:
+        await kernel.send(abi.FUSE_INIT, init_body(45, FLAGS | offered))
+        async with trio.open_nursery() as nursery:
+            await nursery.start(served.run)
+            _, error, body = await kernel.reply()
+            assert error == 0
+            major, minor, ahead, low, *_, high, _, _ = fields = abi._INIT_OUT.unpack(body)
+            flags = low | high << 32
+            assert fields[11] == (1 if flags & abi.FUSE_PASSTHROUGH else 0), "how deep what lies below may be stacked"
+            yield served, kernel, abi.InitIn(major, minor, ahead, flags)
+            kernel.close()
+    finally:
+        kernel.close()
+
+
+async def test_pagecache_mode_reads_by_node(fake: FakeOperations) -> None:
+    offered = abi.FUSE_NO_OPEN_SUPPORT | abi.FUSE_PASSTHROUGH
+    async with agreed(fake, io="pagecache", offered=offered, readahead=1 << 20) as (served, kernel, answer):
+        assert served.io_mode is not None
+        assert served.io_mode.name == "pagecache"
+        assert answer.flags & offered == abi.FUSE_NO_OPEN_SUPPORT
+        assert answer.max_readahead == 1 << 20
+        assert (fake.keeps_superseded, fake.manager.drops_served_pages) == (True, True)
+        assert await kernel.ask(abi.FUSE_OPEN, abi.OPEN_IN.pack(0, 0), node=2) == (errno.ENOSYS, b"")
+        read = abi.READ_IN.pack(0, 2, 4096, 0, 0, 0, 0)
+        assert await kernel.ask(abi.FUSE_READ, read, node=2) == (0, CONTENT[2:])
+
+
+BOTH = abi.FUSE_NO_OPEN_SUPPORT | abi.FUSE_PASSTHROUGH
+
+
+@pytest.mark.parametrize(
+    ("offered", "name", "reason"),
+    [
+        (BOTH, "pagecache", "this kernel does not know it"),
+        (abi.FUSE_NO_OPEN_SUPPORT, "pagecache", "does not offer it"),
+        (0, "plain", "told of every open"),
+    ],
+)
+async def test_auto_takes_what_the_kernel_offers(fake: FakeOperations, offered: int, name: str, reason: str) -> None:
+    """A socket takes no copies, so passthrough is asked for, and is not had."""
+    async with agreed(fake, io="auto", offered=offered) as (served, _, answer):
+        assert served.io_mode is not None
+        assert (served.io_mode.name, reason in served.io_mode.reason) == (name, True), served.io_mode
+        assert answer.flags & BOTH == offered
+
+
+@pytest.mark.parametrize("io", ["passthrough", "pagecache"])
+async def test_a_mode_that_is_not_to_be_had_ends_the_session(fake: FakeOperations, io: AskedIo) -> None:
+    raised: list[BaseException] = []
+    try:
+        async with agreed(fake, io=io, offered=0):
+            pass
+    except Exception as exc:
+        raised.append(exc)
+    (refusal,) = raised
+    while not isinstance(refusal, FuseUnavailable):
+        (refusal,) = refusal.exceptions  # type: ignore[attr-defined]  # trio wraps it once for each nursery
+    assert f"--io {io} cannot be had here" in str(refusal)
 
 
 # Messages out of the ordinary

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import trio
 
@@ -74,6 +75,8 @@ class FakeOperations:
         self.held: list[tuple[str, bytes]] = []
         self.cancelled: list[tuple[str, bytes]] = []
         self.misuse: list[str] = []
+        self.keeps_superseded = False
+        self.manager = SimpleNamespace(drops_served_pages=False)
         self._let_go = trio.Event()
         self._numbers = itertools.count(FIRST_INO)
         self._node_ids = itertools.count(ROOT + 1)
@@ -239,11 +242,11 @@ class FakeOperations:
             self._obey("release", self.nodes[node].name)  # last: a front end cannot release a handle twice
 
     def read_nowait(self, handle: int, offset: int, view: memoryview, *, node: int = 0) -> int | None:
-        found = self._opened(handle, "read")
+        found = self._opened(handle, "read") if handle else self._node(node, "read")
         return None if self._declines("read_nowait", found.name) else self._read(found, offset, view)
 
     async def read(self, handle: int, offset: int, view: memoryview, *, node: int = 0) -> int:
-        found = self._opened(handle, "read")
+        found = self._opened(handle, "read") if handle else self._node(node, "read")
         await self._obey_async("read", found.name)
         return self._read(found, offset, view)
 
@@ -254,8 +257,11 @@ class FakeOperations:
         view[len(data) :] = b"!" * (len(view) - len(data))  # what no reader may see
         return len(data)
 
+    def keep_superseded(self) -> None:
+        self.keeps_superseded = True
+
     async def lseek(self, handle: int, offset: int, whence: int, *, node: int = 0) -> int:
-        found = self._opened(handle, "lseek")
+        found = self._opened(handle, "lseek") if handle else self._node(node, "lseek")
         await self._obey_async("lseek", found.name)
         if offset >= len(found.content):
             raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
