@@ -99,7 +99,7 @@ class CompareReport(Report):
             notes.append(f"Measured: {', '.join(self.versions)}.")
         notes += [f"Left out: {variant}: {reason}" for variant, reason in self.left_out.items()]
         for note in notes:
-            console.print("\n".join(textwrap.wrap(note, WIDTH)), highlight=False, markup=False)
+            console.print("\n".join(textwrap.wrap(note, WIDTH, subsequent_indent="  ")), highlight=False, markup=False)
         self.print_checks(console)
 
     def _cells(self, series: Series) -> list[str]:

@@ -235,7 +235,7 @@ class Bindfs(Program):
     def mounted(self, folder: str = "") -> Iterator[Served]:
         """Over the source."""
         options = f"attr_timeout={HOUR},entry_timeout={HOUR},kernel_cache"
-        with self._served("-f", "-r", "-o", options, str(self.source), str(self.mountpoint)) as pid:
+        with self._served("-f", "-r", "--no-allow-other", "-o", options, str(self.source), str(self.mountpoint)) as pid:
             yield Served(self.mountpoint, pid)
 
 
