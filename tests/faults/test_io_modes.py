@@ -69,6 +69,7 @@ def mixed_storm(
         processes=8,
         reads=1_000_000,
         seconds=seconds,
+        timeout=seconds + 60,
         version="any",
         kinds=KINDS.get(way, ",".join(storm.KINDS)),
     )
