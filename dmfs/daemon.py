@@ -209,7 +209,7 @@ class Daemon:
                     status=self.status,
                     stop=self._stop,
                     warm=Warmer(operations, self._kernel, self._metrics.pushes).warm,
-                    surprised=self._surprised,
+                    surprised=operations.surprised,
                 )
             )
             self.state = "mounted"
@@ -229,10 +229,6 @@ class Daemon:
         """
         self._is_forced = self._is_forced or force
         self._session.cancel()
-
-    def _surprised(self, doing: str, exc: Exception) -> None:
-        self._metrics.surprises += 1
-        self._errors.add(f"fault in {doing}", exc)
 
     def _is_in_mount_table(self) -> bool:
         mount = mounting.find_mount(self.config.mountpoint)

@@ -1,4 +1,4 @@
-"""What kind of file system a path lies on, from the magic number of statfs(2), and how much room it has.
+"""What kind of file system a path lies on, from the magic number of statfs(2), how much room it has, and whose it is.
 
 Tells local disks from memory, stacked and network file systems. The path need not exist yet: its nearest existing
 parent answers. Knows nothing of caches or configuration; the calls block, so a path on a hung file system hangs them.
@@ -6,6 +6,7 @@ parent answers. Knows nothing of caches or configuration; the calls block, so a 
 
 import ctypes
 import os
+import stat
 from typing import Literal, NamedTuple
 
 Kind = Literal["disk", "memory", "stacked", "network"]
@@ -106,3 +107,12 @@ def is_network_file_system(path: str) -> str | None:
     """The name of the network file system (or FUSE) that `path` lies on, None if it lies on none. Raises OSError."""
     found = file_system(path)
     return found.name if found.kind == "network" else None
+
+
+def is_own_directory(path: str) -> bool:
+    """True if this is a directory (no link to one) that belongs to this user."""
+    try:
+        st = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(st.st_mode) and st.st_uid == os.geteuid()

@@ -16,9 +16,10 @@ import contextlib
 import ctypes
 import os
 import pwd
-import stat
 from collections.abc import Iterator
 from typing import NamedTuple
+
+from dmfs.disks import is_own_directory
 
 CAP_SYS_ADMIN = 21
 _LATE_CODECS = ("ascii", "idna")  # what Python loads at first use, perhaps from a folder that is root's alone
@@ -107,18 +108,10 @@ def become(account: Account) -> None:
         _set_keepcaps(False)
     os.environ.update(HOME=account.home, USER=account.name, LOGNAME=account.name)
     runtime = f"/run/user/{account.uid}"
-    if _is_own_directory(runtime):
+    if is_own_directory(runtime):
         os.environ["XDG_RUNTIME_DIR"] = runtime
     else:
         os.environ.pop("XDG_RUNTIME_DIR", None)
-
-
-def _is_own_directory(path: str) -> bool:
-    try:
-        st = os.lstat(path)
-    except OSError:
-        return False
-    return stat.S_ISDIR(st.st_mode) and st.st_uid == os.geteuid()
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 
+from dmfs.disks import is_own_directory
 from dmfs.errors import MountpointError, UserError
 
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock of fcntl(2)
@@ -116,18 +117,10 @@ def _fallback() -> str:
 def folders() -> list[str]:
     """Where mounts of this user may be recorded; new ones go into the first."""
     xdg = os.environ.get("XDG_RUNTIME_DIR", "")
-    if not xdg.startswith("/") or not _is_own(xdg):
+    if not xdg.startswith("/") or not is_own_directory(xdg):
         return [_fallback(), os.path.join(_usual(), "dmfs")]
     folder = os.path.join(xdg, "dmfs")
     return [folder, _fallback()] if os.path.normpath(xdg) == _usual() else [folder]
-
-
-def _is_own(folder: str) -> bool:
-    try:
-        st = os.lstat(folder)
-    except OSError:
-        return False
-    return stat.S_ISDIR(st.st_mode) and st.st_uid == os.geteuid()
 
 
 def _name(mountpoint: str) -> str:
@@ -189,7 +182,7 @@ def records() -> list[MountRecord]:
     """The mounts of this user whose daemons live, oldest first. What dead ones left is cleared away."""
     found = []
     for folder in folders():
-        if not _is_own(folder):
+        if not is_own_directory(folder):
             continue
         for name in os.listdir(folder):
             if name.endswith(".lock"):
@@ -202,7 +195,7 @@ def records() -> list[MountRecord]:
 def find(mountpoint: str) -> MountRecord | None:
     """The record of the living daemon of a mountpoint (absolute real path), None if there is none."""
     for folder in folders():
-        if _is_own(folder):
+        if is_own_directory(folder):
             record = _look(os.path.join(folder, _name(mountpoint)))
             if record is not None:
                 return record

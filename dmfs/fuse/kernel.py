@@ -15,7 +15,6 @@ OPEN and RELEASE any more, and a READ has the node for its handle. What the kern
 import contextlib
 import errno
 import os
-import select
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from time import perf_counter
@@ -129,8 +128,6 @@ class KernelSession:
         self.io_mode: io_mode.IoMode | None = None
         self.passthrough: Passthrough | None = None
         self._fd = fd
-        self._poll = select.poll()
-        self._poll.register(fd, select.POLLIN)
         self._operations = operations
         self._asked_io = io
         self._probes = list(probes)
@@ -198,11 +195,11 @@ class KernelSession:
         A reader that opens one small file after the other asks again sooner than this task could be woken. Where
         somebody waits for an answer, other tasks are to get their turn instead.
         """
-        until, read, fd = 0.0, os.read, self._fd
+        until = 0.0
         for _ in range(DRAIN_LIMIT):
             while True:
                 try:
-                    message = read(fd, 8192)
+                    message = os.read(self._fd, abi.FUSE_MIN_READ_BUFFER)
                     break
                 except BlockingIOError:
                     now = perf_counter()
@@ -434,16 +431,16 @@ class KernelSession:
         if handle is None:
             return _Later(partial(self._open_later, node))
         if self.passthrough is None:
-            return self._opened(handle)
+            return self._opened(node, handle, BY_MESSAGES)
         backing_id = self.passthrough.open_nowait(node, self._operations.file_of(handle))
         if backing_id is None:
             return _Later(partial(self._hand_over_later, node, handle))
-        return self._handed_over(node, handle, backing_id)
+        return self._opened(node, handle, backing_id)
 
     async def _open_later(self, node: int) -> _Answer:
         handle = await self._operations.open(node)
         if self.passthrough is None:
-            return self._opened(handle)
+            return self._opened(node, handle, BY_MESSAGES)
         return await self._hand_over_later(node, handle)
 
     async def _hand_over_later(self, node: int, handle: int) -> _Answer:
@@ -453,16 +450,11 @@ class KernelSession:
         except BaseException:
             self._operations.release(handle)
             raise
-        return self._handed_over(node, handle, backing_id)
+        return self._opened(node, handle, backing_id)
 
-    def _handed_over(self, node: int, handle: int, backing_id: int) -> _Answer:
-        undo = partial(self._close, node, handle)
-        if backing_id == BY_MESSAGES:
-            return _Answer(abi.OPEN_OUT.pack(handle, _KEPT, 0), undo)
-        return _Answer(abi.OPEN_OUT.pack(handle, abi.FOPEN_PASSTHROUGH | abi.FOPEN_NOFLUSH, backing_id), undo)
-
-    def _opened(self, handle: int) -> _Answer:
-        return _Answer(abi.OPEN_OUT.pack(handle, _KEPT, 0), partial(self._operations.release, handle))
+    def _opened(self, node: int, handle: int, backing_id: int) -> _Answer:
+        flags = _KEPT if backing_id == BY_MESSAGES else abi.FOPEN_PASSTHROUGH | abi.FOPEN_NOFLUSH
+        return _Answer(abi.OPEN_OUT.pack(handle, flags, backing_id), partial(self._close, node, handle))
 
     def _release(self, node: int, message: bytes) -> _Answer:
         self._close(node, abi.RELEASE_IN.unpack_from(message, abi.BODY)[0])

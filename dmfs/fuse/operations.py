@@ -100,9 +100,7 @@ class Operations:
         self.on_name_changed: Callable[[int, bytes], None] = lambda parent, name: None
         self._files: dict[int, _FileHandle] = {}
         self._known_files: dict[int, tuple[Attributes, _FileHandle]] = {}  # by node, and of which attributes
-        self._kept: dict[int, DataFile] | None = (
-            None  # superseded versions whose copies are held, see `keep_superseded`
-        )
+        self._kept: dict[int, DataFile] = {}  # superseded versions whose copies are held, see `keep_superseded`
         self._directories: dict[int, _DirectoryHandle] = {}
         self._questions: dict[tuple[int, bytes], Pending] = {}  # by directory id and name; the root is (0, b"")
         self._statvfs: tuple[os.statvfs_result, float] | None = None  # the last numbers, and until when they hold
@@ -211,7 +209,7 @@ class Operations:
     def forget(self, node: int, count: int) -> None:
         """The kernel takes back `count` references."""
         self._inodes.forget(node, count)
-        if self._kept and node in self._kept and node not in self._inodes:
+        if node in self._kept and node not in self._inodes:
             self.manager.close(self._kept.pop(node))
 
     def getattr_nowait(self, node: int) -> tuple[Attributes, float] | None:
@@ -306,8 +304,6 @@ class Operations:
         if known is not None and known[0] is inode.attributes:
             return known[1]
         st = unpack_attributes(inode.attributes)
-        if not st.is_regular:
-            raise OSError(errno.EISDIR if st.is_directory else errno.EINVAL, "not a regular file")
         opened = _FileHandle(self._data_file(inode.path(), st), None)
         if st.nlink == 1:  # a file of several names may be found by another one next
             if len(self._known_files) >= MAX_KNOWN_FILES:
@@ -316,6 +312,8 @@ class Operations:
         return opened
 
     def _data_file(self, path: bytes, st: Stat) -> DataFile:
+        if not st.is_regular:
+            raise OSError(errno.EISDIR if st.is_directory else errno.EINVAL, "not a regular file")
         version = FileVersion(st.size, st.mtime_ns, st.ctime_ns)
         shared_ino = st.ino if st.nlink > 1 else 0
         key = file_key(self._dataset_id, path, version, shared_ino=shared_ino, version_from=self._version_from)
@@ -332,13 +330,8 @@ class Operations:
         """
         node = self._inodes.find(path)
         if node is not None and node.references:
-            attributes = node.attributes
-        else:
-            node, attributes = None, await self._source.lstat(path)
-        st = unpack_attributes(attributes)
-        if not st.is_regular:
-            raise OSError(errno.EISDIR if st.is_directory else errno.EINVAL, "not a regular file")
-        return (node.id if node is not None else 0), self._data_file(path, st)
+            return node.id, self._unopened(node.id).file
+        return 0, self._data_file(path, unpack_attributes(await self._source.lstat(path)))
 
     def release(self, handle: int) -> None:
         """The last user of a handle closed it."""
@@ -349,14 +342,11 @@ class Operations:
 
         For a front end that reads by node: whoever has the old version open has no handle that would hold it.
         """
-        self._kept = {}
         self._inodes.on_superseded = self._keep
 
     def _keep(self, node: Node) -> None:
-        assert self._kept is not None
-        st = unpack_attributes(node.attributes)
-        if st.is_regular and node.id not in self._kept:
-            file = self._data_file(node.path(), st)
+        if unpack_attributes(node.attributes).is_regular and node.id not in self._kept:
+            file = self._unopened(node.id).file
             if self.manager.hold_copy(file):
                 self._kept[node.id] = file
 
@@ -479,13 +469,13 @@ class Operations:
             else:
                 error = without_traceback(exc)
         except Exception as exc:
-            self._surprised("listing a directory", exc)
+            self.surprised("listing a directory", exc)
             error = OSError(errno.EIO, os.strerror(errno.EIO))
         listing.finish(error)
         if error is not None and directory.listing is listing:
             directory.listing = known
 
-    def _surprised(self, doing: str, exc: Exception) -> None:
+    def surprised(self, doing: str, exc: Exception) -> None:
         """A fault in the background, where no reader's request is there to be answered."""
         self.metrics.surprises += 1
         self.errors.add(f"fault in {doing}: {exc!r}", exc, kind=f"{doing} {type(exc).__name__}")
@@ -524,7 +514,7 @@ class Operations:
                     if not isinstance(attributes, OSError):
                         self._refresh(self._inodes.update(directory, name, attributes), attributes)
         except Exception as exc:
-            self._surprised("fetching attributes", exc)
+            self.surprised("fetching attributes", exc)
 
     # ---- the whole
 
@@ -555,7 +545,7 @@ class Operations:
         except OSError as exc:
             question.fail(exc)
         except Exception as exc:
-            self._surprised("asking for the free space", exc)
+            self.surprised("asking for the free space", exc)
         finally:
             self._statvfs_question = None
             question.finish()
